@@ -34,7 +34,7 @@ from scheduler_svc.workers.fleet import Fleet
 _PROGRESS_S = 0.25
 """Seconds between two reports of the progress of a resize."""
 _EXPIRE_S = 0.5
-"""Seconds between two checks for expired resumable requests."""
+"""Seconds between two checks for resumable requests that no client has resumed in time."""
 
 log = structlog.get_logger()
 
@@ -67,9 +67,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._fleet.cancel(source, seq_keys)
 
     async def send_heartbeats(self) -> None:
-        """Until cancelled, send heartbeats to routers, and tell them what has changed.
+        """Until cancelled, send heartbeats to routers, and values that have changed.
 
-        The length limit may change, and whether the service has a model.
+        The values are the length limit and `Roster.is_unloaded`.
         """
         while True:
             await asyncio.sleep(BEAT_S)
@@ -214,7 +214,7 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
         stream: RouterStream,
         model: ModelInfo,
     ) -> None:
-        """Handle the router's messages until they end; then end its stream."""
+        """Handle the router's messages until no more come; then end `stream`."""
         try:
             async for message in requests:
                 if stream.has_ended:  # later messages may refer to a former model

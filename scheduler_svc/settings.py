@@ -24,8 +24,8 @@ class SchedulerSettings(ProcessSettings):
     The scheduler does not finish live requests: the routers submit them to the next scheduler."""
     workers: Annotated[tuple[str, ...], NoDecode] = ("127.0.0.1:50053",)
     """The workers' gRPC targets, such as 127.0.0.1:50053,unix:/run/worker.sock. dns:HOST:PORT
-    stands for every address of the name HOST, which may be a headless service. Workers at these
-    addresses may come and go while the scheduler runs."""
+    stands for every address of the name HOST, which may be a headless service. Workers at any
+    target may start and stop while the scheduler runs."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """How often dns: names are looked up, in seconds."""
     state_file: Path | None = None
@@ -35,46 +35,50 @@ class SchedulerSettings(ProcessSettings):
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
-    """This scheduler's epoch; workers obey only the scheduler with the newest epoch. Default: the
-    time at the start, in nanoseconds since 1970, or one more than the newest epoch that workers
-    have seen, whichever is greater; plus a random number below 65,536. So a scheduler that starts
-    later takes over, and of several that start at the same time, one takes over."""
+    """This scheduler's epoch; workers obey only the scheduler with the newest epoch. The default
+    is the sum of two numbers: a random number below 65,536, and the time at the start, in
+    nanoseconds since 1970. If workers have seen an epoch after this time, one more than the newest
+    epoch replaces the time. So a scheduler that starts later takes over, and of several schedulers
+    that start at the same time, one takes over."""
     standby: bool = False
-    """Whether to wait until no worker has a scheduler, and then to take over. Until then no port is
-    open, except with --standby-http. Among several schedulers with this flag, one serves. When the
-    serving one dies, another takes its place; after a restart, the one that died waits. Routers
-    find the new scheduler if it listens at the same address, or if they have a gRPC target with
-    several addresses, such as ipv4:10.0.0.1:50052,10.0.0.2:50052."""
+    """Whether to wait until no worker has a scheduler, and then to take over. A scheduler that
+    waits opens no port, except with --standby-http. Among several schedulers with this flag, one
+    serves. When the serving scheduler dies, a standby takes its place. If the dead scheduler is
+    restarted, it waits as a standby. Routers find the scheduler that took over if it listens at the
+    same address, or if they have a gRPC target with several addresses, such as
+    ipv4:10.0.0.1:50052,10.0.0.2:50052."""
     standby_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 0.5
-    """How long the workers must have had no scheduler before a standby takes over, in seconds. The
-    default gives a scheduler that only lost its connections enough time to reconnect."""
+    """How long the workers must have had no scheduler before a standby takes over, in seconds. If a
+    live scheduler loses its connections, the default leaves it enough time to connect again."""
     standby_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a scheduler that keeps its connections must have been silent to all workers before a
     standby takes over, in seconds. A healthy scheduler sends a message four times per second. If
     the silent scheduler was only slow, it exits after the takeover; no request is lost, but clients
     see a pause."""
     standby_http: bool = False
-    """Whether a standby answers HTTP probes while it waits to take over; `/ready` then answers 200.
-    On one machine, --http-port must differ from that of the serving scheduler. Needs --standby."""
+    """Whether a standby answers HTTP probes before it takes over. Until the takeover, `/ready`
+    answers 200. If the standby and the serving scheduler run on the same machine, their --http-port
+    must differ. Needs --standby."""
     lease: str = ""
     """Name of a Kubernetes Lease in the pod's namespace, in which the serving scheduler writes its
-    --scheduler-id. With a Lease only one of several standbys takes over, and does so sooner when a
-    scheduler drains. If the Lease cannot be read or written, the scheduler logs this and
-    works as without a Lease. Empty: none."""
+    --scheduler-id. With a Lease only one of several standbys takes over. A scheduler that drains
+    frees the Lease. While the Lease is free, a standby takes over sooner. If the Lease cannot be
+    read or written, the scheduler logs this and works as without a Lease. Empty: none."""
     worker_silence_s: Annotated[float, Field(ge=2 * BEAT_S, allow_inf_nan=False)] = 1.5
     """How long a worker may be silent before it counts as lost, in seconds; a healthy worker sends
-    a message four times per second. Other workers recompute the requests of a lost worker; if there
-    are no others, the requests continue when the worker answers again."""
+    a message four times per second. Other workers recompute the requests of a lost worker. If the
+    lost worker is the only one, its requests continue when it answers again."""
     max_waiting: PositiveInt = 1024
     """At most this many sequences may wait at one worker; more are refused, with a retry hint."""
     enable_prefix_caching: bool = True
     """Whether prompts reuse cached blocks of KV that hold the same tokens."""
     kv_events: bool = False
     """Whether to offer streams of KV events, which report the blocks in the prefix caches with
-    their tokens (docs/fleet.md). Takes about 500 bytes of memory per block."""
+    their tokens (docs/fleet.md). Each block in a prefix cache then takes about 500
+    bytes of the scheduler's memory."""
     kv_events_zmq: str = ""
     """Endpoint that publishes KV events over ZeroMQ in vLLM's format, such as tcp://*:5557; empty:
-    none. Needs --kv-events and the extra kv-events."""
+    none. Needs --kv-events and the packages of quire[kv-events]."""
     kv_events_replay: str = ""
     """Endpoint that replays missed events to subscribers, such as tcp://*:5558; empty: none. Needs
     --kv-events-zmq."""
@@ -88,9 +92,9 @@ class SchedulerSettings(ProcessSettings):
     hit, or the one cached first. The last blocks of a prompt are always evicted before its first
     ones."""
     max_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.25
-    """Share of a worker's device blocks that requests of all tenants together may pin in the prefix
-    cache (cache_pin_s). If a prompt does not fit, only its beginning is pinned; if the model has
-    windows or recurrent layers, no part of the prompt is pinned."""
+    """Share of a worker's device blocks that all requests with cache_pin_s together may pin in the
+    prefix cache. If a prompt does not fit into the rest of this share, only the beginning of the
+    prompt is pinned. If the model has windows or recurrent layers, nothing is pinned."""
     max_tenant_pinned_share: Annotated[float, Field(ge=0, le=1)] = 0.125
     """Share of a worker's device blocks that the requests of one tenant may pin; requests without a
     tenant have no separate limit."""
@@ -98,20 +102,20 @@ class SchedulerSettings(ProcessSettings):
     """Seconds between two measurements of how scattered a busy worker's free blocks are, for a log
     warning and for --defragment-threshold; 0: never."""
     defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """The fragmentation rate, 1 - longest free run / free blocks, at which held blocks are moved
-    together; 0: at any rate above 0. Default: never, because allocation needs no adjacent blocks,
-    and each move makes the device read and write a block. Moves pay off if blocks are often copied
-    in long runs, as in swaps. `quire defragment` starts a single pass."""
+    """From this fragmentation rate on, held blocks are moved together. The rate is 1 - longest free
+    run / free blocks; 0: at any rate above 0. Default: never, because allocation needs no adjacent
+    blocks, and each move makes the device read and write a block. Moves pay off if blocks are often
+    copied in long runs, as in swaps. `quire defragment` starts a single pass of moves at once."""
     max_defragment_moves: PositiveInt = 32
     """The limit on blocks that a step moves to defragment."""
     max_prefill_chunk: PositiveInt | None = None
     """The limit on prompt tokens of one sequence in one step; default: the worker's limit."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
-    """A prompt with more tokens to compute is long: it leaves half of a step to others, and short
-    prompts overtake it. Default: half of the tokens that keep the device busy, 256 on a CPU and
-    1024 on a GPU, but at most half of the tokens that a step may have. 0: no prompt is long. Then
-    max_decode_slowdown has no effect on a step with fewer than 16 decodes, because such a step
-    computes short prompts at once."""
+    """A prompt with more tokens to compute than this is long: it leaves half of a step to other
+    prompts, and short prompts overtake it. Default: 256 on a CPU and 1024 on a GPU, half of the
+    number of tokens that keeps the device busy, but at most half of the tokens that a step may
+    have. 0: no prompt is long. At 0, max_decode_slowdown has no effect on a step with fewer than 16
+    decodes, because such a step computes short prompts at once."""
     max_long_prefills: PositiveInt = 1
     """At most this many long prompts are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
@@ -123,9 +127,9 @@ class SchedulerSettings(ProcessSettings):
     max_prompt_step_s: Annotated[float, Field(gt=0)] = 2.0
     """How long a step with prompts may take, in seconds. During a step no request starts, streams a
     token, or is cancelled. The scheduler estimates from the fastest recent steps how many tokens
-    fit into this time. So a step late in a long prompt takes longer. A step may always have 128
-    tokens, because smaller steps would spend too much of their time on reading the weights. inf: no
-    limit."""
+    fit into this time. A step late in a long prompt takes longer than that, because its tokens
+    attend to more KV. A step may always have 128 tokens, because smaller steps would spend too much
+    of their time on reading the weights. inf: no limit."""
     policy: str = "fcfs"
     """Which request is served first: fcfs, priority, fair (between tenants), deadline, a
     combination such as priority+fair+deadline, or the dotted path of a class (docs/policies.md)."""
@@ -152,7 +156,8 @@ class SchedulerSettings(ProcessSettings):
     faster than computing the prefix. Both workers need host memory for KV."""
     claim_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """How long KV that a worker held for an earlier scheduler is reserved for requests that are
-    submitted again, in seconds. Afterwards full blocks stay cached, and the others are freed."""
+    submitted again, in seconds. After this time, full blocks stay cached, and other blocks are
+    freed."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16
@@ -162,17 +167,17 @@ class SchedulerSettings(ProcessSettings):
     """How long a resumable request continues without a client, and how long its outputs are kept
     after its end, in seconds; 0: every request ends with its client's call."""
     resume_max_mb: PositiveInt = 256
-    """The limit on memory for the prompts and outputs of resumable requests, in MiB. Beyond it, the
-    oldest requests without a client are dropped early; if that is not enough, new requests are
-    refused."""
+    """The limit on memory for the prompts and outputs of resumable requests, in MiB. At the limit,
+    the oldest requests without a client are dropped early. If this does not free enough memory, new
+    requests are refused."""
 
     record: Path | None = None
     """Directory in which all scheduling decisions are recorded for `quire replay`, in one file for
     each attachment of a worker; unset: nothing is recorded. Recordings contain the tokens of
     prompts."""
     record_max_mb: PositiveInt = 1024
-    """The limit on the space for all recordings of this process, in MiB. Beyond this size,
-    recording stops, and serving continues."""
+    """The limit on the space for all recordings of this process, in MiB. At the limit, recording
+    stops, and serving continues."""
 
     @property
     def policy_args(self) -> tuple[tuple[str, str], ...]:

@@ -11,15 +11,15 @@ from scheduler_svc.core.interface.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
 
 _MESSAGE_OVERHEAD_BYTES = 256
-"""Added to the size of each pending message, so that many tiny messages count, too."""
+"""Added to the size of each pending message; so many tiny messages reach the limit, too."""
 
 
 class RouterStream:
     """The pending messages to one router, and the keys of its live sequences.
 
     A router that reads as fast as steps end gets one message per step. For a slower router the
-    outputs of several steps are merged. If the pending messages exceed `max_backlog_bytes`, the
-    stream ends.
+    outputs of several steps are merged. If the pending messages exceed the limit
+    `max_backlog_bytes`, the stream ends.
     """
 
     def __init__(
@@ -82,7 +82,7 @@ class RouterStream:
         self._live_seq_keys.difference_update(seq_keys)
 
     def deliver(self, output: scheduler_pb2.StepOutput) -> None:
-        """Send the outputs of one step, or news such as a new limit, to the router."""
+        """Send the outputs of one step, or news such as a new length limit, to the router."""
         self._live_seq_keys.difference_update(SeqKey(end.seq_key) for end in output.finished)
         if self._has_room(output):
             self._outputs.append(output)
@@ -94,7 +94,7 @@ class RouterStream:
             self.deliver(scheduler_pb2.StepOutput(max_model_len=max_model_len))
 
     def publish_unloaded(self, *, is_unloaded: bool) -> None:
-        """Send whether all workers are without a model, if this has changed."""
+        """Send `is_unloaded`, the value of `Roster.is_unloaded`, if it has changed."""
         if is_unloaded != self._is_unloaded:
             self._is_unloaded = is_unloaded
             self.deliver(scheduler_pb2.StepOutput(is_unloaded=is_unloaded))
@@ -108,7 +108,7 @@ class RouterStream:
         self._reply(scheduler_pb2.ConnectResponse(refused=refused))
 
     def send_resumed(self, resumed: scheduler_pb2.Resumed) -> None:
-        """Send a request that the router has resumed, with the outputs so far."""
+        """Send a request that the router has resumed, and the tokens that its outputs have."""
         self._reply(scheduler_pb2.ConnectResponse(resumed=resumed))
 
     def end(self, error: Exception | None = None) -> None:

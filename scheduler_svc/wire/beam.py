@@ -1,7 +1,8 @@
-"""Converts what a beam search needs between protobuf and the core.
+"""Converts the data of beam searches between protobuf and the core.
 
-These are the search's parameters from a router, the sampling parameters for a worker, and the
-candidates in a worker's result.
+The data are a search's parameters from a router, the sampling parameters for a worker, and the
+candidates in a worker's result. A candidate is a token that may continue a beam, with its
+log-probability.
 """
 
 from collections.abc import Collection, Iterable
@@ -66,7 +67,7 @@ def beam_sampling(
 def with_candidates(
     result: Result, logprobs: Iterable[worker_pb2.SampledLogprob], beam_rows: Collection[int]
 ) -> Result:
-    """Add the candidates of the beams in `beam_rows`, taken from `logprobs`, to a result.
+    """Return `result` with candidates, taken from `logprobs`, for the beams in `beam_rows`.
 
     A beam that sampled without log-probabilities gets no candidates.
     """

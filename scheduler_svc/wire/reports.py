@@ -1,6 +1,6 @@
 """Converts reports about workers: their load and activity, and which sequence holds which blocks.
 
-If a message and the scheduler's class have a field of the same name, the field is copied by name.
+Fields with the same name in a message and in the class that it is made from are copied by name.
 """
 
 from collections.abc import Collection, Sequence
@@ -80,7 +80,7 @@ def activity_to_proto(
     space: SpaceReport,
     query: common_pb2.ActivityQuery,
 ) -> common_pb2.WorkerActivity:
-    """Describe the activity of a worker; the caller has checked `query`."""
+    """Describe the activity of a worker; `check_activity_query` must have accepted `query`."""
     max_steps = query.max_steps if query.HasField("max_steps") else _DEFAULT_STEPS
     return common_pb2.WorkerActivity(
         worker=worker,
@@ -100,7 +100,7 @@ def activity_to_proto(
 
 
 def check_activity_query(query: common_pb2.ActivityQuery) -> None:
-    """Raise InvalidArgumentError if a field exceeds its limit or needs another field."""
+    """Raise InvalidArgumentError if a field exceeds its limit, or needs a field that is empty."""
     if query.max_steps > MAX_STEPS:
         raise InvalidArgumentError(
             "query.max_steps", f"is {query.max_steps}; it must be in [0, {MAX_STEPS}]"

@@ -111,8 +111,8 @@ def check_keys(first_seq_key: int, n: int) -> None:
 def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> None:
     """Check all parameters that a worker checks.
 
-    If a worker refused a parameter, its stream of steps would end, and all of the worker's requests
-    would be interrupted. The core checks later whether the request fits into the block pool.
+    If a worker refused a parameter, the worker's stream of steps would end, and all requests at the
+    worker would be interrupted. The core checks later whether the request fits into the block pool.
     """
     if not message.HasField("seed"):
         raise InvalidArgumentError("sampling.seed", "is not set; the router must choose one")
@@ -129,7 +129,7 @@ def _check_sampling(message: common_pb2.SamplingParams, model: ModelInfo) -> Non
 
 
 def _check_pooling(message: scheduler_pb2.Submit, model: ModelInfo) -> Pooling | None:
-    """Return the request's pooling, if any; check that the model supports it."""
+    """Return the request's pooling, None if it has none; check that the model can do the task."""
     pooling = None
     if message.sampling.HasField("pooling"):
         pooling = pooling_from_proto(message.sampling.pooling)

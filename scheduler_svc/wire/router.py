@@ -134,7 +134,7 @@ def finished_to_proto(finished: Iterable[Finished]) -> dict[SourceId, scheduler_
 
 
 def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler_pb2.StepOutput:
-    """Merge one or more messages to one source, in their order."""
+    """Merge messages, all for one source, into one message, in their order."""
     if len(outputs) == 1:
         return outputs[0]
     merged = scheduler_pb2.StepOutput(
@@ -166,10 +166,10 @@ def merge_step_outputs(outputs: Sequence[scheduler_pb2.StepOutput]) -> scheduler
 def renamed_part(
     output: scheduler_pb2.StepOutput, names: Mapping[int, int]
 ) -> scheduler_pb2.StepOutput | None:
-    """Copy the parts of `output` that are about some sequences, and change the sequences' keys.
+    """Copy the parts of `output` that are about the sequences in `names`, under new keys.
 
     `names` maps a sequence's key in `output` to its key in the copy. The result is None if no part
-    is about these sequences.
+    is about a sequence in `names`.
     """
     seq_keys = unpack_uint64(output.seq_keys, "seq_keys").tolist()
     places = [place for place, key in enumerate(seq_keys) if key in names]
@@ -216,9 +216,9 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
 
 
 def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob]:
-    """Convert the log-probabilities of adopted tokens to the form that a step's result has.
+    """Convert the log-probabilities in `events` to the form that a step's result has.
 
-    A worker sampled these tokens for an earlier scheduler.
+    A worker sampled the tokens in `events` for an earlier scheduler.
     """
     return [
         worker_pb2.SampledLogprob(index=index, logprob=token_logprob_to_proto(logprob))
@@ -244,7 +244,7 @@ def _logprobs_to_proto(
 def _by_source(
     sources: npt.NDArray[np.int32],
 ) -> Iterator[tuple[SourceId, slice | npt.NDArray[np.intp]]]:
-    """Yield each source in `sources`, with the indexes at which it stands there."""
+    """Yield each source in `sources`, with the indexes of its entries."""
     if not sources.size:
         return
     if (sources == sources[0]).all():  # the events of a single router need no sorting

@@ -1,13 +1,13 @@
 """The LoRA adapters of the service: all workers hold the same adapters, and routers offer them.
 
 An adapter is *held* once every attached worker has it, and *offered* to new requests until an
-operator unloads it. Then the adapter is *leaving*: all workers keep it until no live request uses
-it. A request that is preempted, moved, or submitted again after a loss must find the adapter at any
-worker.
+operator unloads it. An adapter that an operator unloads is *leaving* at first: all workers keep it
+until no live request uses it. All workers hold each adapter, because a request that is preempted,
+moved, or submitted again after a loss may continue at any worker.
 
-The service holds the adapters that operators loaded. It also holds adapters that a worker had when
-it was attached, if the other workers could load them and no operator has unloaded them at this
-scheduler.
+The service holds the adapters that operators loaded. The service also holds an adapter that a
+worker had when this worker was attached, except in two cases: another worker could not load the
+adapter, or an operator has unloaded the adapter at this scheduler.
 """
 
 import asyncio
@@ -57,7 +57,7 @@ class AdapterUse:
         self._expected_since: float | None = None
 
     def expect(self) -> None:
-        """Expect routers to submit live requests again that this scheduler does not know.
+        """Expect routers to resubmit live requests, which this scheduler does not know yet.
 
         Called when a router's stream has ended, and when a worker is attached after a time without
         any worker.
@@ -68,7 +68,7 @@ class AdapterUse:
         """Return whether a request uses an adapter, or may use it.
 
         An expected request may use any adapter. A worker may also hold requests of an earlier
-        scheduler that no router has submitted again yet; they may use any adapter, too.
+        scheduler that no router has resubmitted yet; such requests may use any adapter, too.
         """
         now, since = asyncio.get_running_loop().time(), self._expected_since
         if since is not None and now < since + REUNION_S:
@@ -84,7 +84,8 @@ def check_adapter(request: Request, held: Iterable[LoraAdapter]) -> None:
     """Check that the service holds a request's adapter, if the request has one.
 
     Raises:
-        NotFoundError: The adapter is not held; it was lost with all workers.
+        NotFoundError: The service no longer holds the adapter: the workers that had it were lost,
+            and it could not be loaded again.
     """
     if request.cache_salt.startswith(ADAPTERS_SALT) and not any(
         request.cache_salt.startswith(adapter_salt(each)) for each in held
@@ -106,8 +107,8 @@ class Adapters:
     ) -> None:
         """`is_used` tells whether requests use an adapter; `on_change` gets the offered adapters.
 
-        `kept` are the adapters that operators loaded at an earlier scheduler; `keep` stores the
-        adapters for the next start.
+        `kept` are the adapters that operators loaded at an earlier scheduler. `keep` gets the
+        offered adapters that operators loaded, and stores them for the next start.
         """
         self._roster = roster
         self._is_used = is_used
@@ -135,7 +136,7 @@ class Adapters:
     async def load(self, name: str, directory: str) -> LoadedAdapter:
         """Load an adapter at every worker, and offer it.
 
-        This continues even if the caller is cancelled.
+        Loading continues even if the caller is cancelled.
 
         Raises:
             UnavailableError: No worker is attached, or a worker is lost.
@@ -149,7 +150,7 @@ class Adapters:
     async def unload(self, name: str, digest: bytes = b"") -> None:
         """Stop offering an adapter; unload it at every worker as soon as no request uses it.
 
-        This continues even if the caller is cancelled.
+        Unloading continues even if the caller is cancelled.
 
         Raises:
             NotFoundError: No adapter has this name and, unless `digest` is empty, this digest.
@@ -269,7 +270,10 @@ class Adapters:
             self._check_same(held)
 
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
-        """Load an adapter of `worker` at all others; if one refuses it, unload it at `worker`."""
+        """Load an adapter of `worker` at the other workers.
+
+        If one of them cannot load it, unload it at `worker`.
+        """
         held = self._held
         try:
             loaded = await self._load_at_all(adapter.name, adapter.directory)
@@ -301,9 +305,9 @@ class Adapters:
             )
 
     async def _load_at_all(self, name: str, directory: str) -> LoadedAdapter | None:
-        """Load an adapter at every worker in `_staying`; None: there is no such worker.
+        """Load an adapter at every worker in `_staying`; None: `_staying` is empty.
 
-        If one of them cannot load it, the others unload it again, except those that had it before.
+        If a worker cannot load the adapter, each worker that did not have it before unloads it.
         """
         sessions = self._staying
         loaded, errors = await ask_all(sessions, lambda each: each.load_adapter(name, directory))
@@ -335,7 +339,10 @@ class Adapters:
             raise FailedPreconditionError(f"LoRA adapter {name!r} is being unloaded")
 
     def _check_same(self, held: Mapping[str, LoraAdapter]) -> None:
-        """Check, after an await, that the service has not forgotten its adapters."""
+        """Raise UnavailableError if the service has forgotten the adapters in `held`.
+
+        Called after each await.
+        """
         if held is not self._held:
             raise UnavailableError("another model is served now")
 
@@ -346,7 +353,7 @@ class Adapters:
         self._unloaded.add(adapter)
 
     def _replace(self, held: LoraAdapter, adapter: LoraAdapter) -> None:
-        """Replace an adapter by another one of the same name."""
+        """Hold `adapter` instead of `held`, which has the same name."""
         if self.is_leaving(held):
             self._unloaded.add(held)
         self._leaving.discard(held.name)

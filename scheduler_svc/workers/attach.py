@@ -1,6 +1,6 @@
 """Attaches a worker: claims it with the scheduler's epoch, and opens its stream of steps.
 
-A worker obeys only the newest epoch that it has seen.
+A worker obeys only the scheduler with the newest epoch that the worker has seen.
 """
 
 import asyncio
@@ -53,8 +53,8 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
     Args:
         config: The worker's address, this scheduler's epoch, and other parameters.
         wake: Set whenever the link has news; see `WorkerLink`.
-        step_id_base: Added to the plans' step ids. The ids restart with each attachment, but on the
-            wire they must grow for as long as the epoch lasts.
+        step_id_base: Added to the plans' step ids. Each core numbers its steps from 1, but on the
+            wire the ids must also grow from one attachment to the next, within an epoch.
 
     Raises:
         StaleEpochError: A newer scheduler has the worker.
@@ -76,7 +76,7 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
 async def _send_heartbeats(channel: grpc.aio.Channel, epoch: int) -> AsyncIterator[None]:
     """Send heartbeats to the worker while the `with` block runs.
 
-    The calls in the block may take long, because the worker first finishes its steps.
+    The calls in the block may take long, because the worker first finishes the steps that it has.
     """
 
     async def send_heartbeats() -> None:

@@ -38,9 +38,9 @@ class PostedCommands:
         metrics: EngineMetrics,
     ) -> None:
         self.num_seqs = 0
-        """Number of sequences in requests that have not been submitted to the core."""
+        """Number of sequences in posted requests that have not been submitted to the core."""
         self.num_tokens = 0
-        """Estimated number of tokens to compute for these sequences."""
+        """Estimated number of tokens to compute for the sequences in `num_seqs`."""
         self._core = core
         self._meter = meter
         self._events = events

@@ -1,6 +1,6 @@
-"""Counts how many workers in a row were lost while they ran a request, before it gained a token.
+"""Counts how many workers in a row were lost while they ran a request and added no token to it.
 
-After several such losses, the request may be the cause of the crashes.
+After several such losses, the request may be their cause.
 """
 
 from scheduler_svc.core.interface.events import Finished
@@ -27,7 +27,7 @@ class CrashCounter:
         return max(self._key_to_count.pop((request.source, key), 0) for key in keys)
 
     def take_after_loss(self, request: Request, progress: Progress) -> int:
-        """Remove a request's count; return its new count, after this worker was lost."""
+        """Remove a request's count; return the count that it has after this worker's loss."""
         num_crashes = self.take(request)
         match progress:
             case Progress.SOME:
@@ -43,5 +43,5 @@ class CrashCounter:
             self._key_to_count.pop((item.source, item.seq_key), None)
 
     def drop_source(self, source: SourceId) -> None:
-        """Forget the sequences of a router's stream that is gone."""
+        """Forget the sequences of `source`, a router's stream that has ended."""
         self._key_to_count = {k: n for k, n in self._key_to_count.items() if k[0] != source}

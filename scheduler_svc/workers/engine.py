@@ -44,14 +44,14 @@ class EngineOwner(Protocol):
     async def settle(self, engine: "Engine", link: WorkerLink) -> None:
         """Make the worker hold the same adapters as the other workers, before it is used.
 
-        When this returns, the engine starts a session before any other task runs.
+        When `settle` returns, the engine starts a session before any other task runs.
 
         Raises:
             UnavailableError: The worker cannot hold these adapters.
         """
 
     def on_attached(self, engine: "Engine") -> None:
-        """Called when the engine has a session and accepts commands."""
+        """Called when the engine has a new session, which accepts commands."""
 
     def on_draining(self, engine: "Engine") -> None:
         """Called when the engine's worker is about to end and waits for `Session.let_go`."""
@@ -64,7 +64,7 @@ class EngineOwner(Protocol):
 
 
 class Engine:
-    """Keeps one worker attached and busy; while the worker is lost, tries to attach it again."""
+    """Attaches one worker, runs a session with it, and attaches it again after each loss."""
 
     def __init__(
         self,
@@ -77,7 +77,7 @@ class Engine:
     ) -> None:
         self.target = target
         self.session: Session | None = None
-        """The session with the worker, which accepts commands; None: the worker is not attached."""
+        """The session with the worker; None: the worker is not attached."""
         self.loss: str | None = "not attached yet"
         """Why the worker is not attached; None: it is attached."""
         self.is_unloaded = False
@@ -98,10 +98,10 @@ class Engine:
         self._last_step_id = 0
 
     async def run(self) -> None:
-        """Attach, work, and attach again after a loss, until cancelled.
+        """Attach the worker, run a session, and begin again after each loss, until cancelled.
 
         Raises:
-            StaleEpochError: A newer scheduler has the worker; this one must exit.
+            StaleEpochError: A newer scheduler has the worker; this scheduler must exit.
             BrokenInvariantError: The core has a bug; continuing could corrupt an output.
         """
         backoff_s = _FIRST_BACKOFF_S
@@ -118,7 +118,11 @@ class Engine:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def wait_until(self, condition: Callable[[], bool]) -> None:
-        """Wait until a condition holds; it is checked when attaching advances, ends or fails."""
+        """Wait until a condition holds.
+
+        The condition is checked at once, and again when the worker begins or ends to load adapters,
+        when the worker is attached, and when an attempt to attach the worker fails.
+        """
         while not condition():
             self._changed.clear()
             await self._changed.wait()
@@ -134,7 +138,7 @@ class Engine:
         return self.session
 
     async def _attach_and_work(self) -> bool:
-        """Attach the worker, and work until it is lost.
+        """Attach the worker, and run a session until the worker is lost.
 
         Returns:
             Whether the worker has returned a result.
@@ -212,7 +216,7 @@ class Engine:
         self._owner.on_lost(self, commands)
 
     def _publish_loss(self, why: UnavailableError) -> None:
-        """Log and report why the worker is not attached, once for each reason."""
+        """Log and report why the worker is not attached, unless this reason is `loss` already."""
         if self.loss != str(why):
             self.loss = str(why)
             log.warning("worker is not available", worker=self.target, reason=self.loss)

@@ -39,18 +39,18 @@ from scheduler_svc.workers.session import Session
 
 _STALL_MARGIN_S = 5.0
 _HAND_OVER_S = 2.0
-"""The longest wait for the steps in flight at shutdown; live requests pause during this time."""
+"""The longest wait for the steps in flight at shutdown; live requests pause during the wait."""
 _REUNION_S = 2.0
-"""How long requests of an earlier scheduler wait for all workers to be attached, because one of the
-workers has their KV."""
+"""How long requests of an earlier scheduler wait for all workers to be attached, because any worker
+may have their KV."""
 _MAX_CRASHES = 3
-"""After this many consecutive worker losses, a request counts as their cause."""
+"""After this many worker losses in a row (`CrashCounter`), a request counts as their cause."""
 
 log = structlog.get_logger()
 
 
 class Fleet:
-    """Hides from routers how many workers there are and which of them are lost."""
+    """All workers as one service; routers do not see how many there are, or which are lost."""
 
     def __init__(
         self,
@@ -87,13 +87,13 @@ class Fleet:
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()
-        """The epochs of the schedulers from which this one has taken over workers; they may include
-        its own epoch."""
+        """The epochs that workers obeyed before this scheduler attached them. The set may include
+        this scheduler's own epoch, and 0, which stands for no scheduler."""
         self._served = RequiredModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()
-        """The engines whose workers were never attached; empty after the first `_REUNION_S`."""
+        """The engines whose workers were never attached; emptied `_REUNION_S` after the start."""
         self._draining_engines: asyncio.Queue[Engine] = asyncio.Queue()
         self._is_draining = False
         self._has_failed = False
@@ -139,7 +139,7 @@ class Fleet:
         self._streams.deliver(finished_to_proto(finished))
 
     def drop_source(self, source: SourceId) -> None:
-        """Cancel all sequences of a router's stream that is gone."""
+        """Cancel all sequences of `source`, a router's stream that has ended."""
         self._post_to_all(DropSource(source))
         self._unplaced.drop_source(source)
         self._spans.drop_source(source)  # for unplaced requests; the sessions drop theirs
@@ -156,7 +156,7 @@ class Fleet:
         """Defragment each attached worker, and wait for the reports.
 
         Raises:
-            UnavailableError: No worker is attached, or a worker is lost before the end.
+            UnavailableError: No worker is attached, or a worker is lost before it has reported.
         """
 
         def defragment(session: Session) -> asyncio.Future[DefragmentationReport]:
@@ -215,12 +215,13 @@ class Fleet:
         """Run an engine for each worker until cancelled.
 
         A worker is gone when it is neither discovered nor attached any more. A worker that DNS no
-        longer lists keeps working while it is attached; a listed worker that was lost is awaited.
+        longer lists keeps working while it is attached. If a listed worker is lost, its engine
+        keeps trying to attach it.
 
         Args:
             discovery: Finds the workers.
             make_engine: Creates the engine of a target, with this fleet as its owner.
-            on_gone: Called with each target that is gone.
+            on_gone: Called with the target of each worker that is gone.
 
         Raises:
             StaleEpochError: A newer scheduler has taken over.
@@ -290,13 +291,16 @@ class Fleet:
             self._place_late(command)
 
     async def next_draining(self) -> Engine:
-        """Wait for the next worker that announces its end."""
+        """Wait for the next worker that announces its end, and return its engine."""
         return await self._draining_engines.get()
 
     # --- for the engines (EngineOwner) ----------------------------------------------------------
 
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
-        """Do as `EngineOwner.accept` says; if the service switches models, end the old requests."""
+        """Do as `EngineOwner.accept` says.
+
+        If the service switches to another model, end the requests for the old model.
+        """
         if self._served.accept(engine, info):
             self._switch_model(f"the service now has another model, {info.model.id!r}")
 
@@ -341,7 +345,7 @@ class Fleet:
     def _place_late(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Place a request that had to wait; if that fails, send its source a refusal.
 
-        `chosen` is the worker to which the prefix was to be copied, if the request waited for that.
+        If the request waited for a copy of its prefix, `chosen` is the worker that was to get it.
         """
         try:
             check_adapter(command.request, self.adapters.held)
@@ -350,10 +354,10 @@ class Fleet:
             self._streams.refuse(command.request, error)
 
     def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
-        """Start a copy of a request's prefix if this is faster than computing the prefix.
+        """Start a copy of a request's prefix, if a copy is faster than computing the prefix.
 
-        In this case, keep the request while the copy runs, and return True. Without a copy, the
-        worker has to compute `num_tokens` tokens.
+        Return whether a copy was started. While a copy runs, the request is kept in `_unplaced`.
+        Without a copy, the worker has to compute `num_tokens` tokens.
         """
         sessions = self.roster.sessions
         is_shared = self._far is not None and session.info.has_far_kv
@@ -380,8 +384,8 @@ class Fleet:
     def _place(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Post a request to the best worker, or keep it if no worker is attached.
 
-        A request that has waited for a copy of its prefix goes to `chosen`, the worker that got the
-        copy, unless this worker is lost, leaves, hangs or has a full queue.
+        A request that has waited for a copy of its prefix goes to `chosen`, the worker that was to
+        get the copy, unless this worker is lost, leaves, hangs or has a full queue.
 
         Raises:
             TooBusyError: The queues are full; never raised for a request that was accepted before.

@@ -49,7 +49,7 @@ class WorkerClientConfig:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TimedResult:
-    """A step's result, with the time that it took."""
+    """A step's result, with the time that the step was in flight."""
 
     step_id: int
     """The step's id on the wire."""
@@ -111,7 +111,7 @@ class WorkerLink:
         self._adapters = adapters_pb2_grpc.AdapterServiceStub(channel)  # type: ignore[no-untyped-call]
         self._call = self._stub.Execute(self._sent_batches())
         self._since_result = Heartbeat()
-        """Measures the time since the oldest step in flight could begin to compute."""
+        """Measures the time since the worker could begin to compute the oldest step in flight."""
         self._tasks = [
             asyncio.create_task(work, name=f"{name} {config.target}")
             for work, name in (
@@ -148,10 +148,10 @@ class WorkerLink:
         return self._loop.time() - self._in_flight[0].sent_at if self._in_flight else 0.0
 
     def oldest_step_runs_s(self) -> float:
-        """Return how long the oldest step may have been computing.
+        """Return how long the worker may have been computing the oldest step; 0 if there is none.
 
-        The step may have begun when the previous result arrived or, if no step was in flight, when
-        the step was sent. Time in which this process was stopped does not count.
+        The worker may have begun when the previous result arrived or, if no step was in flight,
+        when the step was sent. Time in which this process was stopped does not count.
         """
         return self._since_result.silent_s if self._in_flight else 0.0
 
@@ -162,7 +162,7 @@ class WorkerLink:
         sources: Sequence[int],
         targets: Sequence[int],
     ) -> None:
-        """Make the worker copy host blocks of another worker to its own; wait until it has.
+        """Make the worker copy another worker's host blocks to its own; wait for the copy to end.
 
         Args:
             source_target: The other worker's address, as this scheduler knows it.
@@ -285,7 +285,7 @@ class WorkerLink:
         await asyncio.Event().wait()  # wait for ever, because the failed call cannot report a drain
 
     async def _poll(self) -> None:
-        """Poll the worker's state; the polls and the answers are heartbeats for both sides."""
+        """Poll the worker's state; both sides count each other's messages as heartbeats."""
         while True:
             request = worker_pb2.DescribeDeviceRequest(
                 epoch=self._config.epoch, is_cut_off=self._config.is_cut_off()
@@ -360,7 +360,8 @@ class WorkerLink:
     def _arm_watchdog(self) -> None:
         """Arm the watchdog for the oldest step in flight, if there is one.
 
-        Results do not re-arm the watchdog. When it fires, it checks the steps then in flight.
+        Results do not re-arm the watchdog. When the watchdog fires, it checks the step that is the
+        oldest at that time.
         """
         self._watchdog = None
         if not self._in_flight or self.lost is not None:
@@ -378,7 +379,7 @@ class WorkerLink:
         )
 
     def _lose(self, why: UnavailableError) -> None:
-        """Record the first reason of the loss; later reasons are consequences."""
+        """Record why the worker is lost; keep the first reason, because others follow from it."""
         if self.lost is None:
             self.lost = why
             self._wake.set()

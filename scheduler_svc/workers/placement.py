@@ -9,14 +9,15 @@ By default ("prefix") a request goes to the worker with the lowest cost, in toke
 The first two terms delay the request's first token. Mooncake's Conductor estimates the same two
 terms (queue + prefill; Qin et al., FAST 2025), but as a time; tokens suffice here, because the
 workers are alike. The third term is what decoding sequences cost each other, like the load term of
-Preble (Srivatsa et al., ICLR 2025). Without it, all requests that share a prefix would go to one
-worker as long as this worker's queue is short. If the first two terms are the same for all workers,
-the worker with the fewest sequences is chosen.
+Preble (Srivatsa et al., ICLR 2025). Without the third term, all requests that share a prefix would
+go to one worker as long as this worker's queue is short. If the first two terms are the same for
+all workers, the worker with the fewest sequences is chosen.
 
 With every method, workers with short memory come last, and prompts go to workers that prefill
 (`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all but a few
-of the prompt's tokens, and more of them than any prefill worker; for example, in the next turn of a
-conversation that it decoded. Beam searches cannot move, so they go to workers that decode.
+of the prompt's tokens, and more of them than any prefill worker. For example, a decode worker gets
+the next turn of a conversation whose last answer this worker decoded. Beam searches cannot move to
+another worker, so they go to workers that decode.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -105,10 +106,10 @@ class Worker(HasRole, Protocol):
         """Return how busy the worker is."""
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return for how many of the first `hashes` the worker has a cached block."""
+        """Return how many blocks, from the first of `hashes` on, the worker has cached."""
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Count sequences that will come, and their tokens to compute, as part of the load."""
+        """Add sequences that will come, and their tokens to compute, to the load of the worker."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -179,7 +180,8 @@ class Placer:
 class _Unplaced:
     command: SubmitRequest
     worker: Worker | None
-    """The worker to which the request's prefix is being copied; None: it waits for any worker."""
+    """The worker that gets a copy of the request's prefix; None: the request waits for any worker.
+    """
     num_tokens: int
     """An upper bound on the known tokens that `worker` has to compute for the request."""
 
@@ -192,8 +194,8 @@ class _Unplaced:
 class UnplacedRequests:
     """Requests that wait for a worker, oldest first; they are new, or their worker was lost.
 
-    A request that waits for a copy of its prefix is one of them. It counts as load at the worker
-    that gets the copy.
+    Among them are the requests that wait for a copy of their prefix. Such a request counts as load
+    at the worker that gets the copy.
     """
 
     def __init__(self) -> None:
@@ -227,7 +229,7 @@ class UnplacedRequests:
         return [each.command for each in self._take(lambda each: each.worker is None)]
 
     def take(self, source: SourceId, first_seq_key: SeqKey) -> SubmitRequest | None:
-        """Remove and return the command of a request; None: the request does not wait here."""
+        """Remove and return the command of a request; None: no such request waits."""
         name = source, first_seq_key
 
         def is_it(each: _Unplaced) -> bool:
@@ -237,7 +239,7 @@ class UnplacedRequests:
         return next((each.command for each in self._take(is_it)), None)
 
     def cancel(self, source: SourceId, seq_keys: Sequence[SeqKey]) -> tuple[Finished, ...]:
-        """Cancel sequences that wait here; ignore all other keys."""
+        """Cancel the waiting sequences among `seq_keys`; ignore the other keys."""
         keys = frozenset(seq_keys)
         finished: list[Finished] = []
         for each in self._take(lambda _: True):
@@ -256,7 +258,7 @@ class UnplacedRequests:
         return tuple(finished)
 
     def drop_source(self, source: SourceId) -> None:
-        """Forget the requests of a router's stream that is gone."""
+        """Forget the requests of `source`, a router's stream that has ended."""
         self._take(lambda each: each.command.request.source == source)
 
     def _keep(self, waiting: _Unplaced) -> None:
@@ -273,7 +275,7 @@ class UnplacedRequests:
 
 
 def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker]) -> list[int]:
-    """Return, for each worker, how many known tokens of a request its prefix cache lacks."""
+    """Return for each worker how many tokens of the request the worker has not cached."""
     size_to_hashes = {
         size: prompt_hashes(request, size) for size in {w.block_size for w in workers}
     }
@@ -319,7 +321,8 @@ def _candidates(
 ) -> list[int]:
     """Return the indexes of the workers that may take a request; all are among `own`.
 
-    Workers with short memory are left out if other workers can take the request.
+    Workers with short memory are left out if another worker can take the request. But if sequences
+    wait at all other workers, a worker with short memory at which no sequence waits is kept.
     """
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens

@@ -75,9 +75,9 @@ class RequestEvents:
         self._streams.deliver(events_to_proto(step_id, events, logprobs, vectors))
 
     def record(self, events: StepEvents, took_s: float) -> None:
-        """Record a step's events in spans, metrics and the crash counter, after `publish`.
+        """Record a step's events in spans, metrics and the crash counter; called after `publish`.
 
-        `took_s` is the time that the step's result took to apply and publish.
+        `took_s` is how long the session took to apply the step's result and to publish the events.
         """
         for admitted in events.admitted:
             self._metrics.queue_time.observe(admitted.queue_s)
@@ -85,7 +85,7 @@ class RequestEvents:
         self._record_ends(events.finished, took_s)
 
     def drop_source(self, source: SourceId) -> None:
-        """Forget the sequences of a router's stream that is gone."""
+        """Forget the sequences of `source`, a router's stream that has ended."""
         self._spans.drop_source(source)
         self._crashes.drop_source(source)
 

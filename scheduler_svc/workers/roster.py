@@ -1,4 +1,4 @@
-"""The engines of all workers; finds engines, asks all workers, and checks that models agree."""
+"""The engines of all workers, a function to ask all workers, and a check that models agree."""
 
 import asyncio
 import time
@@ -148,9 +148,9 @@ def said_by(worker: str, error: BaseException) -> BaseException:
 
 
 class RequiredModel:
-    """Checks that all workers have one model, which is that of the first worker.
+    """Checks that all workers have the same model as the first worker that was attached.
 
-    Another model can replace this one when no worker has it any more.
+    When no worker has this model any more, the service can switch to another model.
     """
 
     def __init__(self, roster: Roster) -> None:
@@ -160,11 +160,13 @@ class RequiredModel:
     def accept(self, engine: Engine, info: WorkerInfo) -> bool:
         """Accept a worker; return whether the service has switched to another model.
 
-        After an operator has unloaded a worker's model, the worker may return with another one. It
-        is accepted unless a worker with the old model is attached, or was lost a moment ago.
+        After an operator has unloaded a worker's model, the worker may return with another model.
+        The worker is accepted unless a worker with the old model is attached, or was lost within
+        the last `_GRACE_S`.
 
         Raises:
-            UnavailableError: The worker's model differs from the served one.
+            UnavailableError: The worker's model differs from the service's, and the service cannot
+                switch.
         """
         model = replace(info.model, max_model_len=0, adapters=())  # only these fields may differ
         before = self._model

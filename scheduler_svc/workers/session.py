@@ -130,9 +130,9 @@ class Session:
         self._wake.set()
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Add sequences to the load that are not posted yet.
+        """Add to the load sequences that are not posted yet; negative numbers remove them.
 
-        They wait until a copy of their prefix has arrived at this worker.
+        The sequences wait until a copy of their prefix has arrived at this worker.
         """
         self._num_expected_seqs += num_seqs
         self._num_expected_tokens += num_tokens
@@ -180,9 +180,9 @@ class Session:
         return await self.link.load_adapter(name, directory)
 
     async def unload_adapter(self, adapter: LoraAdapter) -> None:
-        """Unload a LoRA adapter at the worker, after the steps sent so far, which may use it.
+        """Unload a LoRA adapter at the worker when the steps in flight have results.
 
-        Steps and calls use different streams, so without waiting the call could overtake a step.
+        These steps may use the adapter, and the call that unloads it could overtake them.
         """
         num_sent = num_steps_sent(self._core)
         await self.wait_until(lambda core: num_steps_answered(core) >= num_sent)
@@ -205,7 +205,7 @@ class Session:
         return self._core.load()
 
     def space(self) -> SpaceReport:
-        """Measure the use of the core's blocks; takes time in proportion to their number."""
+        """Measure the use of the core's blocks; this takes time in proportion to the blocks."""
         return read_space(self._core)
 
     def queued_by_tenant(self) -> Counter[str]:
@@ -213,7 +213,7 @@ class Session:
         return count_queued(self._core)
 
     def accounts(self) -> Mapping[str, float]:
-        """Return the accounts of the core's policy."""
+        """Return the core's `Policy.accounts`: how much of the service each tenant has used."""
         return self._core.policy.accounts()
 
     def placement_load(self) -> WorkerLoad:
@@ -248,7 +248,7 @@ class Session:
         return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return for how many of the first `hashes` the worker has a cached block."""
+        """Return how many blocks, from the first of `hashes` on, the worker has cached."""
         return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
@@ -281,7 +281,7 @@ class Session:
 
     @property
     def is_draining(self) -> bool:
-        """Whether the worker gets no new requests, because it or its model is about to leave."""
+        """Whether the worker gets no new requests: it is about to end, or `leave` was called."""
         return self._is_leaving or self.is_ending
 
     @property
@@ -341,7 +341,8 @@ class Session:
     def end(self) -> tuple[SubmitRequest, ...]:
         """End the session, and return commands that continue its live requests at other workers.
 
-        Requests that were only posted are included. Nothing may be posted afterwards.
+        Requests that were posted but have not begun are included. After `end`, nothing may be
+        posted.
         """
         self._settled.set()
         if self._alarm is not None:

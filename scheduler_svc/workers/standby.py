@@ -22,11 +22,11 @@ if TYPE_CHECKING:
 _POLL_INTERVAL_S: Final = 0.1
 _POLL_TIMEOUT_S: Final = 0.5
 _CUT_OFF_S: Final = 1.0
-"""How long to wait after a scheduler has reported that all its routers are silent. A scheduler
-reports this when its routers have been silent for `SILENT_AFTER_S`. So a takeover needs about two
-seconds in which all routers are silent."""
+"""How long a takeover waits after a scheduler has reported that all its routers are silent. A
+scheduler reports this when its routers have been silent for `SILENT_AFTER_S`. So a
+takeover needs about two seconds in which all routers are silent."""
 _SILENCE_WITH_FREE_LEASE_S: Final = 1.0
-"""How long a scheduler may be silent while the Lease is free."""
+"""How long a scheduler may be silent before a takeover, while the Lease is free."""
 _NEW_WORKER_S: Final = 2.0
 """How long to leave a new worker to the serving scheduler, which tries to attach it twice a second.
 """
@@ -48,8 +48,10 @@ async def wait_for_vacancy(
 
     Args:
         workers: Finds the workers.
-        absence_s: How long a worker must have had no stream to a scheduler.
-        silence_s: How long a scheduler with a stream to a worker must have been silent.
+        absence_s: How long a worker must have had no stream to a scheduler before its scheduler
+            counts as dead.
+        silence_s: How long a scheduler with a stream to a worker must have been silent before it
+            counts as dead.
         tls: The TLS settings for calls to workers; None: plaintext.
         lease: The Lease to claim before this call returns; None: there is no Lease.
 

@@ -13,7 +13,10 @@ from scheduler_svc.workers.session import Condition, Session
 
 
 class KvCopy:
-    """Copies the blocks of one request to a worker; they can be found there after `receive`."""
+    """Copies the blocks of one request from the worker `giving` to the worker `taking`.
+
+    After `receive`, the prefix cache of `taking` has the blocks.
+    """
 
     def __init__(self, source_target: str, giving: Session, taking: Session) -> None:
         self.giving, self.taking = giving, taking
@@ -24,11 +27,14 @@ class KvCopy:
         self._there: set[BlockHash] = set()
 
     def num_missing(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many of the blocks `taking` does not have yet."""
+        """Return how many of the blocks are still missing at `taking`, as far as `extend` knows."""
         return sum(each not in self._there for each in hashes)
 
     async def extend(self, hashes: Sequence[BlockHash]) -> bool:
-        """Copy some of the blocks that `taking` lacks; return whether it has gained any.
+        """Copy some of the blocks that `taking` lacks.
+
+        Returns:
+            Whether blocks were copied, or were found at `taking`.
 
         Raises:
             UnavailableError: A worker is lost, or the copy has failed.

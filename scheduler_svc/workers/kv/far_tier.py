@@ -1,9 +1,9 @@
 """Shares prefixes with other services through the far tier: stores and fetches the KV of prompts.
 
-A worker reads and writes the store; this module decides which blocks are stored or fetched, and
+A worker reads and writes the far tier; this module decides which blocks are stored or fetched, and
 when. The full blocks of a prompt are stored when they are computed. A request waits for blocks from
-the store as it does for blocks of another worker (`PrefixPulls`): at most as long as computing the
-blocks would take.
+the far tier as it does for blocks of another worker (`PrefixPulls`): at most as long as computing
+the blocks would take.
 """
 
 import asyncio
@@ -28,14 +28,16 @@ from scheduler_svc.workers.placement import prompt_hashes
 from scheduler_svc.workers.session import Session
 
 _COMPUTED_S: Final = 60.0
-"""The longest time from a prompt's admission until it is stored. After that it is not stored."""
+"""The longest time from a prompt's admission until all its blocks are stored, in seconds. After
+this time, the blocks that are left are not stored."""
 _MAX_STORING: Final = 64
-"""The limit on prompts that are followed until they are computed and stored."""
+"""The limit on admitted prompts that wait to be computed and then stored, or are being stored."""
 _MAX_QUEUED_TOKENS: Final = 2**23
-"""The limit on the tokens of all prompts that are to be stored but are not admitted yet. Beyond it,
-the oldest prompts are not stored."""
+"""The limit on the tokens of all prompts that are to be stored but are not admitted yet. Above the
+limit, the oldest prompts are not stored."""
 _MAX_LENDING_TRIES: Final = 16
-"""If a core lends no block this many times in a row, the rest of the prompt is not stored."""
+"""If `Scheduler.lend` returns no block this many times in a row, the rest of the prompt is not
+stored."""
 _MAX_FETCHES: Final = 8
 """The limit on concurrent fetches for one worker."""
 _FETCH_BLOCKS: Final = 64
@@ -60,7 +62,7 @@ class Fetch:
 
 
 class FarTier:
-    """Decides which prefixes to store and to fetch."""
+    """Decides which prefixes workers store in the far tier, and which they fetch from it."""
 
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
@@ -115,7 +117,7 @@ class FarTier:
             self._forget(next(iter(self._queued)))
 
     def on_admitted(self, giving: Session, admitted: Admitted) -> None:
-        """Begin to store the prompt of an admitted request, once `giving` has computed it."""
+        """Start a task that stores an admitted request's prompt when `giving` has computed it."""
         request = self._forget((admitted.source, admitted.seq_key))
         if request is None or not _has_far(giving) or self._num_storing >= _MAX_STORING:
             return
@@ -161,7 +163,7 @@ class FarTier:
             self._times.measure(num_bytes, loop.time() - started_s)
 
     async def _fetch_some(self, hashes: Sequence[BlockHash], taking: Session) -> int:
-        """Fetch as many of the first blocks as the store has and the host has room for.
+        """Fetch as many of the first blocks as the far tier has and `taking` has host blocks for.
 
         Returns:
             The number of blocks that have arrived.
@@ -207,10 +209,11 @@ class FarTier:
             self._num_storing -= 1
 
     async def _store_some(self, hashes: Sequence[BlockHash], giving: Session) -> int | None:
-        """Store as many of the first blocks as the host has room for; return their number.
+        """Store the first blocks, as many as `Copies.lend` gives; return how many were stored.
 
         The result is None if the core lent no blocks, because swap-ins wait or the host is full.
-        Then the method has waited for the steps in flight, so another call may succeed.
+        Before it returns None, the method waits for the steps in flight, so another call may
+        succeed.
         """
         loan = giving.call(lambda core: core.lend(hashes))
         try:

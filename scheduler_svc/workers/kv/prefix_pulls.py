@@ -1,8 +1,9 @@
 """Copies prefixes between workers, so that a request need not compute its prefix again.
 
 Placement may choose a worker that is less busy than the worker with the request's prefix. If
-copying the missing blocks is faster than computing them, the request waits for the copy, at most as
-long as computing would take. Each copy improves the estimate of how long copies take.
+copying the blocks that the chosen worker lacks is faster than computing them, the request waits for
+the copy, at most as long as computing would take. Each copy improves the estimate of how
+long copies take.
 """
 
 import asyncio
@@ -22,9 +23,9 @@ from scheduler_svc.workers.kv.copy import KvCopy, check_exchange, keeps_kv
 from scheduler_svc.workers.session import Session
 
 _FIRST_FIXED_S: Final = 0.01
-"""The assumed fixed time of a copy, before any copy has been measured. Chosen: about a decode step
-and two calls. If the value is too low, the first copy corrects it. If the value is too high, no
-copy is made that could correct it. A small copy took 0.22 s on two busy cores."""
+"""The assumed fixed time of a copy, before any copy has been measured. It is about the time of a
+decode step and two calls. If the value is too low, the first copy corrects it. If the value is too
+high, no copy is made that could correct it. On two busy CPU cores, a small copy took 0.22 s."""
 _FIRST_BYTES_PER_S: Final = 1e9
 """The assumed rate of a copy, before any copy has been measured."""
 _WEIGHT: Final = 1 / 4
@@ -90,7 +91,7 @@ class CopyTimes:
 
 
 class PrefixPulls:
-    """Decides which prefixes to copy, and copies them."""
+    """Decides which prefixes to copy from worker to worker, and copies them."""
 
     def __init__(self) -> None:
         self._tasks = BackgroundTasks()
@@ -102,14 +103,14 @@ class PrefixPulls:
     def find(
         self, hashes: Sequence[BlockHash], taking: Session, others: dict[str, Session]
     ) -> Pull | None:
-        """Find a worker from which copying a prompt's prefix is faster than computing the prefix.
+        """Return a pull that is faster than computing the prompt's prefix; None: there is none.
 
-        This is the worker that has cached the longest prefix; None: there is no such worker.
+        The pull copies from the worker that has cached the longest part of the prompt.
 
         Args:
             hashes: The hashes of the prompt's full blocks.
             taking: The worker that will compute the prompt.
-            others: The workers to look at, by address; `taking` may be among them.
+            others: The workers that may give the prefix, by address; `taking` may be among them.
         """
         info = taking.info
         if not (hashes and keeps_kv(taking) and info.prefill_tokens_per_s):
