@@ -1,1 +1,1 @@
-"""Executes model steps on one device and owns its KV memory."""
+"""The worker: runs a model's steps on one or several devices, and owns the KV memory."""

@@ -25,13 +25,13 @@ async def run_worker(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    The ports answer at once, and report the progress of loading. `on_started` runs when the
+    The servers answer at once, and report how far the model is loaded. `on_started` runs when the
     worker is ready.
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
-        StepsFailedError: The device failed. The worker has drained by then, so the scheduler knows
-            that the worker ends.
+        StepsFailedError: No step can run in this process any more. The worker has drained before
+            this error is raised, so the scheduler knows that the worker ends.
     """
     stop = stop if stop is not None else asyncio.Event()
     health = Health()

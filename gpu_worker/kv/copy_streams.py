@@ -16,9 +16,9 @@ from gpu_worker import metrics
 
 
 class CopyStreams:
-    """One stream copies to the host (stores), one to the device (loads).
+    """Two CUDA streams: one copies blocks to the host (stores), one to the device (loads).
 
-    The caller's current stream computes.
+    The methods speak of *work*: what the caller enqueues on the current stream, which computes.
     """
 
     def __init__(self, device: torch.device) -> None:

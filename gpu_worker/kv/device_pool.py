@@ -1,4 +1,4 @@
-"""The KV memory of one device: blocks, each a contiguous run of bytes for all layers of a group.
+"""The KV memory of one device: blocks, each a contiguous run of bytes for the layers of a KV group.
 
 Symbols: `B` the largest number of blocks that the pool can grow to, `P` block size (token slots),
 `HKV` kv heads, `D` head dim, `Y` bytes of a block.
@@ -19,7 +19,7 @@ from kernels.ops import AttentionBackend
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Cache:
-    """Keys or values of one layer: views of the blocks."""
+    """The keys or the values of one layer in all blocks, as views."""
 
     numbers: torch.Tensor
     scales: torch.Tensor | None
@@ -29,8 +29,9 @@ class KvPool:
     """Keys and values of `num_blocks` blocks, numbered [0, num_blocks).
 
     The memory is block-major, so that moving a block is one contiguous transfer; `layout.py`
-    defines the inside of a block. The scheduler allocates blocks; the pool does not know their
-    owners. Apart from `copy` and `resize`, contents change only through the views.
+    defines the inside of a block. The scheduler allocates the blocks; the pool does not know which
+    sequences use them. `copy` and `resize` change the contents of blocks; all other changes are
+    made through the views that the pool returns.
 
     A pool over elastic memory can be resized. Its views cover all blocks that may ever exist, so
     the views never change. Blocks from `num_blocks` on must not be read or written.
@@ -47,7 +48,10 @@ class KvPool:
         groups: LayerGroups | None = None,
         attention: AttentionBackend = ops,
     ) -> None:
-        """Allocate zeroed memory: attention may multiply an unwritten slot by 0; 0 x NaN is NaN.
+        """Allocate zeroed memory.
+
+        Attention may multiply an unwritten slot by 0. If the slot held NaN, the product would be
+        NaN.
 
         Args:
             config: The config of the model or of this rank's part.
@@ -57,7 +61,7 @@ class KvPool:
             device: Where the memory is.
             memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
             groups: The KV groups of the model's layers; None: one group.
-            attention: The code that attends to the blocks.
+            attention: The kernels that compute attention over the blocks.
         """
         self.attention = attention
         self.groups = groups or one_group(config.num_layers)

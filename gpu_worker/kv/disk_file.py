@@ -62,7 +62,7 @@ class DiskFile:
         """int64[num_blocks]: length of each record; 0: the disk block is empty."""
         self._checksums = np.zeros(num_blocks, np.uint32)
         self.found: dict[int, Named] = {}
-        """Records that an earlier process has labelled and this one has not overwritten, oldest
+        """Records that an earlier process has labelled and this process has not overwritten, oldest
         first."""
         if self._headers is not None:
             self.found = {each.block: each for each in self._headers.read(block_bytes)}
@@ -92,9 +92,9 @@ class DiskFile:
             self._headers.name(disk_block, label, num_bytes, int(self._checksums[disk_block]))
 
     def distrust(self, disk_blocks: Sequence[int] | None = None) -> None:
-        """Erase labels of records that may be wrong, so that no later process uses them.
+        """Erase the labels of `disk_blocks`, whose records may be wrong; None: erase all labels.
 
-        None erases all labels.
+        No later process uses a record without a label.
         """
         if self._headers is None:
             return

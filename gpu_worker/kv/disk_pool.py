@@ -27,7 +27,7 @@ _NUM_STORING, _NUM_LOADING = 2, 4
 more threads for loads, because sequences wait for loads."""
 _STAGING_BYTES = 256 * 1024**2
 _MAX_WAIT_S = 0.25
-"""Longest total wait of a step's stores for room in the staging area."""
+"""The stores of a step together wait at most this long for room in the staging area."""
 
 _Work: TypeAlias = Callable[[int, int], int]
 """Moves a block from source to target; returns the bytes read or written on disk."""
@@ -65,7 +65,9 @@ NO_ENDED_MOVES = EndedMoves(_NONE, _NONE, _NONE, _NONE)
 
 
 class DiskPool:
-    """Disk blocks [0, num_blocks). Called from one thread; does not know the owners of blocks.
+    """Disk blocks [0, num_blocks). Called from one thread.
+
+    The scheduler allocates the blocks; the pool does not know which sequences use them.
 
     `store` copies its source blocks at once to a staging area of bounded size. The stores of a step
     wait briefly for room there, then fail. A failed store loses a cached block or makes one
@@ -87,12 +89,12 @@ class DiskPool:
             num_blocks: Number of disk blocks, BD.
             directory: Where to create the file.
             codec: How blocks are encoded on disk; None: as on the host.
-            identity: Identifies the model and layout of the KV. The file then outlives this
-                process, and the next process with the same identity finds its blocks. None: the
-                file has no name.
+            identity: Identifies the model and layout of the KV. A file with an identity outlives
+                this process, and the next process with the same identity finds the file's blocks.
+                None: the file has no name.
 
         Raises:
-            OSError: No file can be created there.
+            OSError: No file can be created in `directory`.
         """
         self.num_blocks = num_blocks
         self._host_blocks = host_blocks
@@ -126,7 +128,7 @@ class DiskPool:
     def scratch(self, count: int) -> Int32Array:
         """Return int32[count] blocks that a measurement may overwrite.
 
-        Blocks without labels come first, then the oldest ones.
+        Blocks without labels come first, then the blocks with labels, oldest first.
         """
         oldest = np.array(list(self._file.found), np.int32)
         empty = np.setdiff1d(np.arange(self.num_blocks, dtype=np.int32), oldest)
@@ -146,7 +148,10 @@ class DiskPool:
                 self._warn_once(_MoveKind.STORE, error)
 
     def distrust(self, blocks: Int32Array | None = None) -> None:
-        """Hide from later processes `blocks`, whose content may be wrong; None: hide all blocks."""
+        """Erase the labels of `blocks`, whose content may be wrong; None: of all blocks.
+
+        No later process uses a block without a label.
+        """
         self._file.distrust(None if blocks is None else blocks.tolist())
 
     def store(self, src: Int32Array, dst: Int32Array, step_id: int) -> None:
@@ -184,18 +189,18 @@ class DiskPool:
             self._start(self._loading, move, self._read, disk_block, host_block)
 
     def has_ended_moves(self, step_id: int) -> bool:
-        """Whether a move of this or an earlier step has ended since the last `take_ended`."""
+        """Whether a move of step `step_id` or earlier has ended since the last `take_ended`."""
         with self._lock:
             return any(move.step_id <= step_id for move, _ in self._ended)
 
     def is_busy(self, step_id: int) -> bool:
-        """Whether a move of this or an earlier step is in flight."""
+        """Whether a move of step `step_id` or earlier is in flight."""
         with self._lock:
             oldest = next(iter(self._under_way), None)
         return oldest is not None and oldest.step_id <= step_id
 
     def take_ended(self, step_id: int) -> EndedMoves:
-        """Return the moves of this and earlier steps that have ended since the last call."""
+        """Return the moves of steps up to `step_id` that have ended since the last call."""
         if not self._ended:  # true in most steps
             return NO_ENDED_MOVES
         with self._lock:
@@ -287,7 +292,7 @@ class DiskPool:
             raise
 
     def _warn_once(self, kind: _MoveKind, problem: Exception) -> None:
-        """Log only the first failure of each kind, because a full disk causes thousands."""
+        """Log only the first failure of each kind of move: a full disk causes thousands."""
         if kind not in self._logged:
             self._logged.add(kind)
             _log.warning("a disk move of a KV block failed", move=kind, problem=str(problem))

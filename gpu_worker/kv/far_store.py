@@ -1,10 +1,12 @@
-"""The far tier: KV blocks as objects in a store that workers and cells share, through fsspec.
+"""The far tier: keeps KV blocks in a store that workers and cells share and that fsspec can access.
 
 Each block is an object, named by its label, in a directory that identifies the model and layout of
-the KV. An object's header repeats the label and has a checksum, so that an object that is torn,
-changed or misplaced is deleted instead of used. Daemon threads call the store, because it may hang.
-A load waits at most `_LOAD_S` for a thread, then at most `_LOAD_S` for the store, even while blocks
-are being stored. After several failures in a row, the worker does not use the store for a time.
+the KV. An object's header repeats the label and has a checksum. A load that finds an object torn,
+changed or misplaced deletes the object.
+
+Daemon threads call the store, because it may hang. Loads and stores have separate threads, so that
+loads never wait behind stores. A load waits at most `_LOAD_S` for a thread, then at most `_LOAD_S`
+for the store. After several failures in a row, the worker does not use the store for a time.
 """
 
 import asyncio
@@ -29,8 +31,7 @@ _MAGIC: Final = b"QuireFr1"
 _HEADER: Final = struct.Struct("<8s32sQI")
 """Magic, label, length of the content in bytes, CRC-32 of the content."""
 _NUM_THREADS: Final = 8
-"""Number of threads for loads. The same number of other threads make all other
-calls."""
+"""Number of threads for loads, and number of threads for all other calls."""
 _LOAD_S: Final = 2.0
 _MAX_FAILURES: Final = 3
 _FIRST_PAUSE_S, _LAST_PAUSE_S = 5.0, 300.0
@@ -41,7 +42,7 @@ _SWEEP_SHARE: Final = 1 / 16
 _OBJECT: Final = re.compile(r"/quire-kv/[0-9a-f]{32}/[0-9a-f]{2}/[0-9a-f]{64}(\.\d+-\d+)?$")
 """Matches the paths of objects, and of temporary files that a killed process left."""
 _TIMES: Final = ("mtime", "LastModified", "last_modified", "updated", "created")
-"""The names that storages give to the time of an object's last change."""
+"""The keys under which fsspec's file systems give the time of an object's last change."""
 
 _T = TypeVar("_T")
 _Work = queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
@@ -82,7 +83,7 @@ class FarStore:
             work.put(None)
 
     async def load(self, label: bytes) -> bytes | None:
-        """Return a block's content; None if the store has none, is paused, fails or is too slow."""
+        """Return a block's content; None if the store lacks it, is paused, fails or is too slow."""
         try:
             async with asyncio.timeout(_LOAD_S):
                 await self._turns.acquire()
@@ -104,7 +105,7 @@ class FarStore:
         return content
 
     def store(self, label: bytes, content: bytes) -> bool:
-        """Begin to store a block; return False if the store is paused or too much is waiting."""
+        """Begin to store a block; return False if the store is paused or too many bytes wait."""
         num_bytes = self._num_storing_bytes + len(content)
         if self.is_paused or num_bytes > max(len(content), _MAX_STORING_BYTES):
             _count("store", "refused")
@@ -168,7 +169,7 @@ class FarStore:
             self._system.pipe_file(path, data)
 
     def _sweep(self) -> None:
-        """Delete the oldest objects, of all workers, until the others take at most `max_bytes`."""
+        """Delete objects, oldest first, until those of all workers take at most `max_bytes`."""
         found = self._system.find(self._root, detail=True).items()
         objects = [
             (_time_of(info), path, info["size"]) for path, info in found if _OBJECT.search(path)
@@ -195,7 +196,8 @@ def open_far_store(url: str, identity: bytes, max_bytes: int) -> FarStore:
     """Open a store by any URL that fsspec knows.
 
     Raises:
-        ImportError, ValueError: The storage's package is missing, or there is no such storage.
+        ImportError: The package for the URL's kind of storage is not installed.
+        ValueError: Fsspec does not know the URL's kind of storage.
     """
     import fsspec  # noqa: PLC0415 - an extra
 
@@ -224,7 +226,7 @@ def _run(work: _Work) -> None:
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read; it gets its name when it is complete."""
+    """Write a file that only its owner can read, under another name until it is complete."""
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -4,11 +4,13 @@ Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of
 host: Y, or fewer with a codec.
 
 On CUDA the copies run on two separate streams, one per direction (`copy_streams.py`). Later
-computation may overwrite blocks that are being swapped out, so the computing stream first gathers
-them in a staging area, from which they are copied to the host. If the blocks do not fit there, or a
-codec encodes them, the computing stream waits for the copies instead. A step's swap-ins run beside
-its computation, and the computation of the next step waits for them. On a CPU all copies are done
-when a call returns.
+computation may overwrite blocks that are being swapped out. So the computing stream first gathers
+these blocks in a staging area, and the copies to the host read the staging area. If the blocks do
+not fit in the staging area, or a codec encodes them, the computing stream waits for the copies
+instead. A step's swap-ins run beside the step's computation, and the computation of the next step
+waits for the swap-ins.
+
+On a CPU all copies are done when a call returns.
 """
 
 import mmap
@@ -68,7 +70,7 @@ def _forget_error() -> None:
     """Launch a kernel, and ignore the error that torch then raises.
 
     Torch raises the last error of CUDA's runtime once, at the next kernel. Without this function,
-    that kernel would belong to the first step.
+    the first step would raise the error.
     """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
@@ -79,8 +81,8 @@ def _unpin(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
 
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
-"""Bytes encoded or decoded at once, by device. The workspace is several times as large; on a CPU it
-should fit in the caches."""
+"""Bytes encoded or decoded at once, by device. The codec's workspace is several times as large; on
+a CPU the workspace should fit in the caches."""
 STAGING_BYTES = 64 * 1024**2
 """Size of the staging area on a GPU. A copy of this size to the host takes about a
 millisecond."""
@@ -89,9 +91,9 @@ millisecond."""
 class HostPool:
     """Host blocks [0, num_blocks), pinned if the device is a GPU. Called from one thread.
 
-    Like `KvPool`, the pool does not know the owners of blocks. Calls take effect in order, between
-    the computations of steps. Call `begin_step` and `swap_out` before the step's computation is
-    enqueued.
+    The scheduler allocates the blocks; the pool does not know which sequences use them. Calls take
+    effect in order, between the computations of steps. Call `begin_step` and `swap_out` before the
+    step's computation is enqueued.
     """
 
     def __init__(
@@ -109,7 +111,7 @@ class HostPool:
             device_blocks: uint8[B, Y], contiguous: the memory of the device blocks.
             num_blocks: Number of host blocks.
             codec: How blocks are encoded; None: bit for bit as on the device.
-            has_checksums: Whether a swap-in fails if the block has changed since its swap-out.
+            has_checksums: Whether a swap-in fails if the host block has changed since its swap-out.
             streams: Orders the copies; None: new streams if the device is a GPU.
         """
         self.num_blocks = num_blocks
@@ -146,7 +148,7 @@ class HostPool:
         return self._checksums is not None
 
     def begin_step(self) -> None:
-        """Make blocks swapped in by earlier steps visible to all work from here on."""
+        """Make all computation that is enqueued from now on wait for earlier swap-ins."""
         if self._streams is not None and self._is_loading:
             self._is_loading = False
             self._streams.end_loading()
@@ -170,7 +172,9 @@ class HostPool:
         self.accept(dst)
 
     def swap_in(self, src: Int32Array, dst: Int32Array) -> Int32Array:
-        """Copy host blocks `src` to device blocks `dst`; visible after the next `begin_step`.
+        """Copy host blocks `src` to device blocks `dst`.
+
+        Steps may read the device blocks after the next `begin_step`.
 
         Args:
             src: int32[N] host blocks that `swap_out` has filled in earlier steps, or that were
@@ -178,7 +182,8 @@ class HostPool:
             dst: int32[N] distinct device blocks, parallel to `src`.
 
         Returns:
-            int32[F]: the blocks of `dst` that were not copied because their source has changed.
+            int32[F]: the blocks of `dst` that were not filled, because their host blocks have
+                changed.
         """
         if not len(src):
             return dst
@@ -305,7 +310,7 @@ class HostPool:
 def _copy_runs(
     source: torch.Tensor, src: Int32Array, target: torch.Tensor, dst: Int32Array
 ) -> None:
-    """Copy rows `src` of `source` to rows `dst` of `target`, one copy per run."""
+    """Copy `source[src]` to `target[dst]`, one copy per run that `runs` yields."""
     if source.is_cuda or target.is_cuda:
         for first_src, first_dst, count in runs(src, dst):
             what = source[first_src : first_src + count]
@@ -319,10 +324,10 @@ def _copy_runs(
 
 
 def runs(src: Int32Array, dst: Int32Array) -> Iterator[tuple[int, int, int]]:
-    """Yield the longest runs of pairs of `src` and `dst` in which both numbers increase by 1.
+    """Yield the longest runs of pairs of `src` and `dst`, in order of `src`.
 
-    A run is (first of `src`, first of `dst`, number of pairs). Numbers in `dst` are distinct, so
-    the order of the copies does not matter, and runs are sorted by `src`.
+    From pair to pair of a run, both numbers increase by 1. A run is (first of `src`, first of
+    `dst`, number of pairs). The numbers in `dst` are distinct, so runs may be copied in any order.
     """
     if not len(src):
         return

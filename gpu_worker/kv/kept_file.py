@@ -1,4 +1,4 @@
-"""KV files that outlive their process: ownership, and labels of their records.
+"""Kept files: files of the disk tier that outlive the process, with labels of the records.
 
 A file begins with a page that holds the *identity*, a hash of the model and layout of the KV. Then
 come the headers of all blocks: each holds the label of a block's content, the length and checksum
@@ -6,9 +6,11 @@ of its record, and the header's own checksum. The records follow.
 
 A header is written when a step's result reports the record as stored. The header is erased before
 the record is overwritten, or if the content may be wrong. If the process is killed, each record
-therefore has the right label or none. An erasure is synced to the disk only if the content may
-be wrong, so a loss of power may bring back older headers and records. The checksum in a header then
-reveals a record that does not belong to it.
+therefore has the right label or none.
+
+An erasure is synced to the disk only if the content may be wrong, so a loss of power may bring back
+older headers and records. Each header has its record's checksum, which shows whether a record
+belongs to the header.
 
 A file belongs to the process that has locked it.
 """
@@ -29,8 +31,8 @@ HEADER_BYTES: Final = 64
 
 _MAGIC: Final = b"QuireKV1"
 _FIRST: Final = struct.Struct("<8s32sQI")
-"""Magic, identity, generation, and a checksum of these three. A header of another generation counts
-as erased."""
+"""Magic, identity, generation, and a checksum of these three. A new generation erases all headers,
+because a header of another generation counts as erased."""
 _HEADER: Final = struct.Struct("<32sQQQII")
 """Label, generation, age (larger if written later), length of the record in bytes, the record's
 checksum, and a checksum of these five."""
@@ -103,7 +105,7 @@ def _lock(path: Path, flags: int) -> int | None:
 
 
 class Headers:
-    """The first page of a kept file, and the header of each block after it."""
+    """The first page of a kept file, and the headers of all blocks, which follow this page."""
 
     def __init__(self, fd: int, identity: bytes, num_blocks: int) -> None:
         """Read the first page, and empty the file if it has another identity; may raise OSError."""
@@ -162,7 +164,7 @@ class Headers:
         self.sync()
 
     def sync(self) -> None:
-        """Make erasures permanent, even if the machine loses power."""
+        """Write all erasures to the disk, so that they survive a loss of power."""
         os.fdatasync(self._fd)
 
     def _read_generation(self) -> int | None:

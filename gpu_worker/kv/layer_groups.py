@@ -21,9 +21,9 @@ not measured."""
 _COST_OF_A_GROUP: Final = 0.0075
 """Each further group must save this share of a sequence's memory, because a group takes time. When
 64 sequences of 8,192 tokens decode, a group takes 40 us of the worker and 2 us of the scheduler in
-each step, together 0.4 % of 10 ms. In a prompt of 8,192 tokens, a group takes 0.6 ms of the
-scheduler, which is 0.6 % of 100 ms. The times of a group are measured on a CPU, without graphs. The
-10 ms of a step and the 100 ms of a prompt are estimates for a fast GPU."""
+each step, together 0.4 % of a step of 10 ms. In a prompt of 8,192 tokens, a group takes 0.6 ms of
+the scheduler, which is 0.6 % of a prompt of 100 ms. The times of a group are measured on a CPU,
+without graphs. The 10 ms of a step and the 100 ms of a prompt are estimates for a fast GPU."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +35,7 @@ class LayerGroups:
     group_of: tuple[int, ...]
     """The group of each layer; the layer's KV is in the blocks of this group."""
     num_state_groups: int = 0
-    """How many groups hold states of recurrent layers; they are the last groups. Recurrent layers
+    """How many groups hold states of recurrent layers; these groups are the last. Recurrent layers
     are numbered separately, and are not in `group_of`."""
     states_per_block: int = 1
     """Number of recurrent layers whose states one block holds."""
@@ -56,12 +56,12 @@ def group_layers(
 ) -> LayerGroups:
     """Group layers by their windows; groups without a window come first.
 
-    The size of a block is the one with which a sequence takes least memory. A group without a
-    window counts most, because it has blocks for all tokens.
+    Of the possible block sizes, the function chooses the one with which a sequence takes least
+    memory. A group without a window takes most, because it has blocks for all tokens.
 
     Args:
         windows: The window of each layer.
-        max_model_len: A window at least as long counts as none.
+        max_model_len: A window of at least this length counts as no window.
         sizes: Bytes of a token's KV in each layer, or numbers in that ratio. Empty: all layers are
             equal.
     """

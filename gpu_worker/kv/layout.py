@@ -2,8 +2,9 @@
 
 Symbols: `P` block size (token slots), `HKV` kv heads, `D` head dim.
 
-For each layer of its group in turn, a block holds the keys, then the values, each `[P][HKV][D]`. If
-the layer is quantized, the keys are followed by their scales `[P][HKV]`, and so are the values.
+A block belongs to one KV group. For each layer of the group in turn, the block holds the keys, then
+the values, each `[P][HKV][D]`. If the layer is quantized, the keys are followed by their scales
+`[P][HKV]`, and so are the values.
 In a quantized layer, each array of numbers or scales is padded to a multiple of 16 bytes, so that
 the next array is aligned for any dtype and for wide reads. Blocks of all groups have the size that
 the largest group needs.
@@ -35,13 +36,16 @@ KvDtypes: TypeAlias = torch.dtype | tuple[torch.dtype, ...]
 _QUANTIZED: Final = {"int8": torch.int8, "fp8": torch.float8_e4m3fn}
 _ALIGNMENT: Final = 16
 _CHECKPOINT_BYTES: Final = 64 * 1024
-"""In a model without attention, each block has one copy of all states. The block size is chosen so
-that this copy takes at most this many bytes per token, half as many as the KV of Llama 3 8B. The
-limit is chosen, not measured."""
+"""In a model without attention, each block has one copy of the states of all recurrent layers. The
+block size is chosen so that the states take at most this many bytes per token, half as many as the
+KV of Llama 3 8B. The limit is chosen, not measured."""
 _MAX_GROUPS_WITH_STATES: Final = 8
-"""With more groups blocks could be smaller, but each group takes time. Chosen, not measured."""
+"""The most KV groups of a model with attention and recurrent layers, unless attention alone has as
+many. With more groups, blocks could be smaller, but each group takes time. Chosen, not
+measured."""
 _MAX_BLOCK_SIZE: Final = 8192
-"""With larger blocks the prefix cache would find little. Chosen, not measured."""
+"""The most token slots of a block with states of recurrent layers. With larger blocks the prefix
+cache would find little. Chosen, not measured."""
 
 
 def kv_dtypes(
@@ -90,7 +94,7 @@ class BlockLayout:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Storage dtype of the first layer; that of the states if no layer has KV."""
+        """Storage dtype of the first layer; the dtype of recurrent states if no layer has KV."""
         return self.keys[0].dtype if self.keys else torch.float32
 
     @property
@@ -163,13 +167,13 @@ def group_attention(config: ModelConfig, dtypes: KvDtypes, max_model_len: int) -
 def place_states(
     config: ModelConfig, block_size: int, dtypes: KvDtypes, groups: LayerGroups
 ) -> tuple[LayerGroups, int]:
-    """Add the groups of recurrent layers to the groups of attention; find a block size for both.
+    """Return `groups` with the groups of recurrent layers added, and the block size.
 
     If the model has attention, blocks are so large that `_MAX_GROUPS_WITH_STATES` groups hold all
-    layers. Otherwise one group holds all states.
+    layers. Otherwise one group holds the states of all layers.
 
     Args:
-        config: The config of a model with states.
+        config: The config of a model with recurrent layers.
         block_size: The least block size; the result is a multiple of it.
         dtypes: The dtypes in which K and V are stored.
         groups: The groups of layers with attention; empty if there are none.

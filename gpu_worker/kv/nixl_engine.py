@@ -3,8 +3,9 @@
 A read goes to a staging buffer, never directly to a host block, because the content must be checked
 first. A failed read may still write to its buffer later, so that buffer is not used again.
 
-The other worker must also call its agent, to connect and to answer. NIXL's own thread for these
-calls would always occupy a core, so Quire runs a thread only while another worker reads
+Each worker has one object of NIXL, its *agent*. While one worker reads from another, both workers
+must call their agents, because an agent connects and answers only during calls. NIXL's own thread
+for these calls would always occupy a core, so Quire runs a thread only while another worker reads
 (`serving`).
 """
 
@@ -37,7 +38,7 @@ _MAX_PEERS: Final = 256
 
 
 def load_agent(name: str) -> Any:
-    """Start a NIXL agent with UCX; raises if NIXL is not installed, or does not run here."""
+    """Start a NIXL agent with UCX; raises if NIXL is not installed or cannot run."""
     from nixl._api import nixl_agent, nixl_agent_config  # noqa: PLC0415 - an extra
 
     return nixl_agent(name, nixl_agent_config(backends=["UCX"], enable_prog_thread=False))
@@ -55,13 +56,13 @@ class NixlEngine:
     """
 
     def __init__(self, agent: Any, host_blocks: Bytes) -> None:
-        """Register all host blocks, an array with a row per block; it must exist until `close`."""
+        """Register `host_blocks`, an array [blocks, bytes], which must exist until `close`."""
         self._agent = agent
         self._block_bytes: int = host_blocks.shape[1]
         self._host_blocks = host_blocks.reshape(-1)
         agent.register_memory(_region(self._host_blocks), "DRAM")
         self.agent_metadata: bytes = agent.get_agent_metadata()
-        """The data that other agents need to read from this one."""
+        """The data that other workers' agents need to read from this agent."""
         self._staging = self._new_staging()
         self._turn = asyncio.Lock()
         """Held while the staging buffer is in use."""
@@ -74,7 +75,7 @@ class NixlEngine:
         """Maps agents' metadata to their names, the most recently added last."""
         self._avoided: dict[int, float] = {}
         self._retired: deque[Bytes] = deque()
-        """Buffers of failed reads, which may still be written. Each is kept until `_MAX_RETIRED`
+        """Buffers to which failed reads may still write. A buffer is kept until `_MAX_RETIRED`
         later reads have failed."""
         self._is_closed = False
 

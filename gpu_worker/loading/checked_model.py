@@ -56,7 +56,7 @@ class CheckedModel:
     """A model that has passed `check_model`, and how this rank will serve it."""
 
     settings: WorkerSettings
-    """Adjusted for the model: if its attention has chunks, steps run without CUDA graphs."""
+    """Adjusted for the model: with chunked attention, steps run without CUDA graphs."""
     directory: Path
     source: ModelSource
     abilities: Abilities
@@ -164,7 +164,7 @@ def _check_without_kv(settings: WorkerSettings, config: ModelConfig) -> None:
 
 
 def _check_can_share(config: ModelConfig, groups: LayerGroups, device: torch.device) -> None:
-    """Check that decodes can read a shared prefix once: on a GPU, if all layers see every token."""
+    """Check what shared-prefix attention needs: a GPU, and layers that all see every token."""
     if device.type != "cuda":
         raise ModelError(
             f"shared_prefix_attention is true; it must be false on {device.type}, which has no"
@@ -178,7 +178,7 @@ def _check_can_share(config: ModelConfig, groups: LayerGroups, device: torch.dev
 
 
 def _check_batch_invariant(config: ModelConfig, device: torch.device) -> None:
-    """Check that all of the model's operations can be independent of the batch."""
+    """Check that the setting `batch_invariant` works with the device and the model."""
     if device.type != "cuda":
         raise ModelError(
             f"batch_invariant is true; it must be false on {device.type}, where Quire's compiled"
@@ -225,8 +225,8 @@ def _layer_groups(
 ) -> LayerGroups:
     """Return the KV groups of the model's layers.
 
-    All layers are in one group without a window if a draft model uses the same block numbers, or if
-    this rank holds only some of the layers.
+    All layers are in one group without a window if there is a draft model, which uses the same
+    block numbers as the model, or if this rank holds only some of the layers.
     """
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
@@ -250,10 +250,10 @@ def _for_chunks(
     limits: Limits,
     device: torch.device,
 ) -> WorkerSettings:
-    """Return the settings, with `enforce_eager` set if the model's attention has chunks.
+    """Return the settings, with `enforce_eager` set if the model has chunked attention.
 
     Raises:
-        ModelError: A block would belong to two chunks.
+        ModelError: A block would hold tokens of two chunks of attention.
     """
     chunks = {window.num_tokens for window in groups.windows if isinstance(window, Chunk)}
     for chunk in chunks:
@@ -319,12 +319,12 @@ def _with_states(
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
-    """Return the limits, except `num_blocks`, which is computed from them.
+    """Return the limits, with `num_blocks` 0, because it is computed from the other limits.
 
     By default a worker on a CPU has 64 rows: with up to about 64 rows, a decode step of a 125M
     model takes as long as reading the weights, and with more rows it takes longer. By default a
     step may have 2048 tokens or more, so that short prompts that arrive together begin to decode
-    together. If such a step takes too long, the scheduler sends fewer tokens.
+    together. If steps of so many tokens take too long, the scheduler sends fewer tokens.
     """
     is_gpu = device.type == "cuda"
     max_model_len = settings.max_model_len or config.max_model_len

@@ -24,7 +24,7 @@ _log = structlog.get_logger()
 
 
 def pick_device(name: str, number: int = 0) -> torch.device:
-    """Return the device that a flag names; "auto" is a GPU, or the CPU if there is none.
+    """Return the device called `name`; "auto" is a GPU, or the CPU if there is no GPU.
 
     Args:
         name: The setting `device`.
@@ -56,12 +56,15 @@ def device_name(device: torch.device) -> str:
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in.
 
-    "auto" is the checkpoint's dtype, except on a CPU. There, float16 becomes float32. Bfloat16
+    "auto" is the checkpoint's dtype, except on a CPU. On a CPU, float16 becomes float32. Bfloat16
     stays if the CPU can multiply bfloat16 numbers, or if Quire's kernels in C compute all layers.
-    On other CPUs these kernels compute in float32, but read half as many bytes as with float32
-    weights. Compiled for AVX2, a linear map took 0.5 to 0.8 times as long, for 1 to 256 rows
-    (Zen 5, busy with other work). If torch computes some layers, such as experts, on these CPUs,
-    bfloat16 becomes float32, because the speed of torch there was not measured.
+
+    If the CPU cannot multiply bfloat16 numbers, the kernels in C compute in float32, but read
+    bfloat16 weights, which are half as many bytes as float32 weights. With kernels compiled for
+    AVX2, a linear map of 1 to 256 rows took 0.5 to 0.8 times as long with bfloat16 weights as with
+    float32 weights (Zen 5, busy with other work). If torch computes some layers of the model, such
+    as experts, bfloat16 becomes float32 on such a CPU, because the speed of torch with bfloat16 was
+    not measured.
     """
     dtype: torch.dtype = getattr(torch, resolve_dtype(name, config))
     if name != "auto" or device.type != "cpu" or dtype is torch.float32:
@@ -118,10 +121,10 @@ def log_kernels(device: torch.device) -> None:
 
 
 def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
-    """Decide, as the setting `amx` asks, what uses Intel's AMX on a CPU, and log why.
+    """Decide, as the setting `amx` asks, which operations use Intel's AMX on a CPU, and log why.
 
-    Returns names in `kernels.cpu.amx_choice.USES`. Call this after `set_num_threads` and
-    `pin_threads`, because it measures times, which depend on the threads.
+    Returns the names of these operations, out of `kernels.cpu.amx_choice.USES`. Call this after
+    `set_num_threads` and `pin_threads`, because it measures times, which depend on the threads.
     """
     choice = choose_amx(wanted) if device.type == "cpu" else None
     if choice is None:
@@ -147,10 +150,12 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
 def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
     """Name what decides the last bits of results on this device, besides versions of libraries.
 
-    On a GPU, the text names the GPU's model, by which libraries choose kernels, and Quire chooses
-    tiles and the way to multiply fp8. On a CPU, the text names the instruction sets, by which
-    torch, oneDNN and Quire's kernels choose the order of sums; a digest of the machine code of
-    Quire's kernels; and the operations that use AMX.
+    On a GPU, this is the GPU's model: libraries choose kernels by it, and Quire chooses tiles and
+    the way to multiply fp8.
+
+    On a CPU, it is the instruction sets, a digest of the machine code of Quire's kernels, and the
+    operations that use AMX. Torch, oneDNN and Quire's kernels choose the order of sums by the
+    instruction sets.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))

@@ -96,8 +96,8 @@ def free_host_kv_bytes(device: torch.device, role: Role = Role.BOTH) -> int:
 
     With a GPU it is only 4 GiB, or a quarter of the free memory if that is less, because the memory
     is pinned, so no other process can use it. On a CPU it is 0, because the device pool is in the
-    same memory. But prefill and decode workers get the same amount on a CPU as with a GPU, because
-    sequences move from worker to worker through host memory.
+    same memory. But a worker that only prefills or only decodes gets as much on a CPU as with a
+    GPU, because sequences move from worker to worker through host memory.
     """
     if device.type != "cuda" and role is Role.BOTH:
         return 0
@@ -249,9 +249,10 @@ def open_pool_memory(
     """Map resizable memory of `num_blocks` blocks; None if the pool's size is fixed.
 
     The size is fixed if max-kv-memory-gb is 0, on several devices, and with a draft model. If
-    max-kv-memory-gb is unset, the size is also fixed on a GPU, because the calls of CUDA's driver
-    have not run on a GPU yet. On a CPU it is then fixed, with a warning, if the system refuses to
-    reserve the addresses.
+    max-kv-memory-gb is unset, the size is fixed in two more cases:
+
+    - on a GPU, because the calls of CUDA's driver have not run on a GPU yet;
+    - on a CPU, with a warning, if the system refuses to reserve the addresses.
 
     Raises:
         ModelError: max-kv-memory-gb cannot be honoured, or is less than the initial size.

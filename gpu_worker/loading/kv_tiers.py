@@ -32,7 +32,7 @@ _UNNAMED_DIR: Final = Path("/var/tmp")  # noqa: S108 - a file there has no name
 
 @dataclass(frozen=True, slots=True)
 class LowerTiers:
-    """The pools of host and disk; None if there is no such tier."""
+    """The pools of the host tier and the disk tier; a pool is None if its tier does not exist."""
 
     host_pool: HostPool | None = None
     disk_pool: DiskPool | None = None
@@ -58,11 +58,12 @@ def kv_identity(
 
     `arithmetic` names the hardware and kernels that compute the KV
     (`gpu_worker.loading.device.name_arithmetic`). The last bits of KV from other hardware or
-    kernels differ, and could change a request's tokens, so such KV counts as different. With a far
-    tier, which other machines share, the model's files are hashed by name and content. Otherwise
-    they are hashed by name, size and time of change, so copies count as different. `config` is
-    hashed, too, because it depends on more than the files: the setting `max_model_len` selects
-    LongRoPE's factors, which rotate keys.
+    kernels differ, and could change a request's tokens, so such KV counts as different.
+
+    With a far tier, which other machines share, the model's files are hashed by name and content.
+    Without a far tier, the files are hashed by name, size and time of change, so a copy of the
+    files counts as another model. `config` is hashed, too, because it depends on more than the
+    files: the setting `max_model_len` selects LongRoPE's factors, which rotate keys.
     """
     describe = _content if settings.far_kv_url else _size_and_time
     files = sorted((path.name, describe(path)) for path in directory.iterdir() if path.is_file())
@@ -95,7 +96,9 @@ def _content(path: Path) -> bytes:
 def open_lower_tiers(
     settings: WorkerSettings, pool: KvPool, config: ModelConfig, identity: bytes | None = None
 ) -> LowerTiers:
-    """Allocate the tiers. With `identity`, disk blocks in `disk_kv_dir` outlive the process.
+    """Allocate the host and disk tiers.
+
+    Disk blocks outlive the process if there is an `identity` and the setting `disk_kv_dir` is set.
 
     Raises:
         ModelError: The disk lacks room, or there is a disk tier without a host tier.
@@ -158,7 +161,10 @@ def _open_disk_pool(
 def _record_codec(
     settings: WorkerSettings, block_bytes: int, pool: KvPool, config: ModelConfig
 ) -> RecordCodec | None:
-    """Return the disk's codec, which encodes host blocks as the host's codec stored them."""
+    """Return the codec of the disk tier; None: the disk stores the bytes of host blocks.
+
+    The codec encodes host blocks, which the host tier's codec may have encoded before.
+    """
     spec, host = settings.disk_codec, settings.host_codec
     if spec.is_lossless:
         itemsize = 1 if host.is_quantized else pool.layout.itemsize

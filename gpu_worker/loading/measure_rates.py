@@ -1,7 +1,9 @@
-"""Measures swap bandwidth, disk bandwidth and prefill rate, for the swap-or-recompute decision.
+"""Measures swap bandwidth, disk bandwidth and prefill rate.
 
-The rates are measured once, at the start. Later, steps mix prompts with decodes, and copies overlap
-with computation, so timing them would not show the cost of a preemption.
+By these rates the scheduler decides whether a preempted sequence is swapped or recomputed. The
+rates are measured once, while the model is loaded. While requests run, steps mix prompts with
+decodes, and copies overlap with computation, so the times of these steps and copies would not show
+the cost of a preemption.
 """
 
 import time
@@ -94,7 +96,7 @@ def swap_bytes_per_s(host_pool: HostPool, pool: KvPool) -> float:
 
 
 def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> float:
-    """Measure how many bytes of KV per second the disk itself returns, not the page cache.
+    """Measure the bytes of KV per second that are loaded from the disk, not from the page cache.
 
     Contents of host and device blocks are lost.
 
@@ -123,7 +125,10 @@ def disk_bytes_per_s(disk_pool: DiskPool, host_pool: HostPool, pool: KvPool) -> 
 
 
 def prefill_tokens_per_s(executor: Executor, limits: Limits) -> float:
-    """Measure tokens per second in one prompt. All rows are free before and after."""
+    """Measure the tokens per second of a step with one prompt.
+
+    All rows must be free before the call, and are free after it.
+    """
     num_groups = len(limits.kv_windows)
     num_slots = limits.num_blocks // num_groups * limits.block_size
     room = min(limits.max_num_batched_tokens, num_slots)
@@ -167,7 +172,7 @@ def _random_blocks(num_blocks: int, pool: KvPool) -> torch.Tensor:
 
 
 def least_s(work: Callable[[], object], num_rounds: int = _NUM_ROUNDS) -> float:
-    """Return the seconds of the fastest of several rounds."""
+    """Call `work` `num_rounds` times; return the seconds of the fastest round."""
     durations_s = []
     for _ in range(num_rounds):
         start_s = time.perf_counter()

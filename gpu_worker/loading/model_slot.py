@@ -93,7 +93,7 @@ class ModelSlot:
         self._leader = leader
         self._on_failure = on_failure
         self._directory = Path(settings.model)
-        """The directory of the current model, or of the last one."""
+        """The directory of the model that was loaded last; at first that of the setting `model`."""
         self._model: LoadedModel | None = None
         self._watch: asyncio.Task[None] | None = None
         self._loading: OngoingLoad | None = None
@@ -124,7 +124,8 @@ class ModelSlot:
         If a model is being unloaded, the load begins afterwards.
 
         Args:
-            directory: The model's directory; None: the last model's.
+            directory: The model's directory; None: that of the load in progress, if
+                any, or else of the last model.
 
         Raises:
             UnimplementedError: The model is on several devices.
@@ -172,7 +173,7 @@ class ModelSlot:
         return was_loaded
 
     async def close(self) -> None:
-        """Stop everything before the process ends."""
+        """Stop the model's steps and any load before the process ends."""
         self._gave_up.set()
         if self._watch is not None:
             self._watch.cancel()
@@ -257,8 +258,8 @@ class ModelSlot:
     def _settings_of(self, directory: Path) -> WorkerSettings:
         """Return the settings for a model.
 
-        The served name and the adapters of the flags belong to the model of the flags. Any other
-        model gets neither.
+        The settings `served_model_name` and `lora` apply only to the model that the setting `model`
+        names. A model in another directory gets neither.
         """
         if _is_same(directory, Path(self._settings.model)):
             return self._settings
@@ -306,7 +307,7 @@ def _release() -> None:
 
 
 def _explain(error: Exception, directory: Path) -> Exception:
-    """Return the error for the caller, which says why the model is not loaded."""
+    """Return the error that tells the caller why the model is not loaded."""
     from gpu_worker.loading.kv_memory import NoRoomError  # noqa: PLC0415 - torch, as above
 
     is_memory = isinstance(error, NoRoomError | MemoryError)

@@ -83,8 +83,8 @@ def load_rank_model(
     Args:
         member: Which rank this is, and its settings.
         report: Called with status and progress; an error that it raises ends the load.
-        meet: Connects the ranks, and returns None if there are no other ranks. Called after this
-            rank has checked that it can serve the model as the settings ask.
+        meet: Connects the ranks, and returns the connection; None if there are no other ranks.
+            Called after this rank has checked that it can serve the model as the settings ask.
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not even one KV block fits.
@@ -104,7 +104,7 @@ def _load_rank_model(
     """Do as `load_rank_model` does; `undo` collects the resources to release after a failure.
 
     Each rank first checks everything that needs no weights. Then the ranks connect, before any of
-    them loads gigabytes. Weights are loaded before KV memory is allocated, because on a GPU the KV
+    them loads weights. Weights are loaded before KV memory is allocated, because on a GPU the KV
     pool gets the memory that the largest step leaves. The executor is built last: graphs are
     captured at the pool's final addresses, and rates are measured with all parts in place.
     """
@@ -333,7 +333,7 @@ def _num_blocks(
 def _drafter(
     settings: WorkerSettings, limits: Limits, draft_model: DraftModel | None
 ) -> Drafter | None:
-    """Make the drafter that guesses tokens, if any."""
+    """Make the drafter, which guesses tokens; None if the settings ask for no drafts."""
     if draft_model is not None:
         return draft_model.drafter(settings.num_draft_tokens, limits)
     if settings.speculative == "ngram":
@@ -344,7 +344,7 @@ def _drafter(
 def _structured_output(
     directory: Path, vocab_size: int, eos_token_ids: tuple[int, ...], device: torch.device
 ) -> RowGrammars | None:
-    """Make the model's grammar compiler; None, with a warning, if the model takes no grammars."""
+    """Make the `RowGrammars`; None, with a warning, if the model cannot be used with grammars."""
     if not eos_token_ids:
         _log.warning("no structured output: the model has no end-of-sequence token")
         return None

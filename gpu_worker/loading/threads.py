@@ -65,9 +65,10 @@ def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int
 
 
 def num_usable_cores() -> int:
-    """Return how many physical cores this process may use, or logical ones if that is unknown.
+    """Return how many cores this process may use.
 
-    The control group's limit on CPU time counts, too, because spinning threads would use it up.
+    If the system does not tell cores apart, each logical CPU counts as a core. The control group's
+    limit on CPU time also limits the number, because spinning threads would use up the CPU time.
     """
     cores, quota = len(usable_cores()), _cpu_quota()
     return cores if quota is None else min(cores, math.ceil(quota))

@@ -1,4 +1,4 @@
-"""Lists the linear maps of a decoder's layers that LoRA adapters may change."""
+"""Lists the linear maps that LoRA adapters may change in a decoder's layers."""
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -39,7 +39,7 @@ class AdaptedModule:
     num_out: int
     """Number of outputs in the checkpoint."""
     outputs: tuple[range, ...]
-    """The outputs that this rank computes, in its order."""
+    """The outputs that this rank computes, in the order in which it computes them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,7 +120,7 @@ def _layer_norm_maps(config: LayerNormConfig, layer: int, place: Place) -> Itera
 def _split_outputs(
     name: MapName, num_in: int, modules: Iterable[_NamedParts], place: Place
 ) -> AdaptedMap:
-    """Describe a map whose outputs the ranks split, as `Weights.split_outputs` does."""
+    """Describe a map whose outputs are split between the ranks by `Weights.split_outputs`."""
     return AdaptedMap(
         name,
         num_in,
@@ -132,7 +132,7 @@ def _split_outputs(
 def _split_inputs(
     name: MapName, inputs: _Groups, module: str, num_out: int, place: Place
 ) -> AdaptedMap:
-    """Describe a map whose inputs the ranks split, as `Weights.split_inputs` does."""
+    """Describe a map whose inputs are split between the ranks by `Weights.split_inputs`."""
     every = AdaptedModule(module, num_out, (range(num_out),))
     num_groups, size = inputs
     return AdaptedMap(name, num_groups * size, _share(inputs, 0, place), (every,))
@@ -147,7 +147,7 @@ def _describe(name: str, parts: Sequence[_Groups], place: Place) -> AdaptedModul
 
 
 def _share(groups: _Groups, start: int, place: Place) -> range:
-    """Return this rank's share of groups of features, of which the first is at `start`."""
+    """Return the features of this rank's part of `groups`, which begin at feature `start`."""
     num_groups, size = groups
     share = place.groups(num_groups)
     return range(start + share.start * size, start + share.stop * size)

@@ -1,1 +1,1 @@
-"""Codecs of KV in the lower tiers: none, lossless compression, or quantization."""
+"""Codecs of KV in the host tier and the disk tier: none, lossless compression, or quantization."""

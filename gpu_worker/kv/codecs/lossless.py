@@ -2,9 +2,10 @@
 
 Only the exponents of floating-point KV repeat; the other bits are noise. So each number is rotated
 left by one bit, which puts its exponent into the highest byte and its sign into the lowest bit. The
-highest bytes of all numbers are compressed; the other bytes are kept as they are. On bfloat16 KV of
-a small trained model, zstd reaches a ratio of 1.47 this way, close to the limit that the exponents'
-entropy sets. On the plain bytes zstd reaches 1.27, at half the speed (`bench/swap.py`).
+highest bytes of all numbers are compressed; the other bytes are kept as they are. With rotation,
+zstd reaches a ratio of 1.47 on bfloat16 KV of a small trained model, close to the limit that the
+exponents' entropy sets. Without rotation, zstd compresses all bytes of the block, with a ratio of
+1.27 and at half the speed (`bench/swap.py`).
 """
 
 import threading
@@ -23,7 +24,7 @@ _Function: TypeAlias = Callable[[memoryview], bytes]
 
 
 class LosslessCodec:
-    """Encodes one block at a time. Thread-safe."""
+    """Encodes one block at a time; an encoded block is a record. Thread-safe."""
 
     def __init__(self, spec: CodecSpec, block_bytes: int, itemsize: int) -> None:
         """Set up for blocks of `block_bytes` bytes and numbers of `itemsize` bytes.
@@ -31,7 +32,7 @@ class LosslessCodec:
         Args:
             spec: A lossless codec.
             block_bytes: A multiple of `itemsize`.
-            itemsize: 2 or 4; 1 if the numbers have no exponent worth separating.
+            itemsize: 2 or 4; 1 for numbers of 8 bits, which are compressed as they are.
         """
         self.record_bytes = block_bytes
         """The largest size of a record. A record of this size is the block, uncompressed."""
@@ -70,7 +71,7 @@ class LosslessCodec:
         numbers |= signs
 
     def _split(self, block: Bytes) -> tuple[Bytes, Bytes]:
-        """Rotate each number left by one bit; return all lower bytes, and all highest bytes."""
+        """Rotate each number left by one bit; return the lower bytes and the highest bytes."""
         if self._itemsize == 1:
             return block[:0], block
         numbers = block.view(self._number)
@@ -82,7 +83,7 @@ class LosslessCodec:
 
 
 def _functions(spec: CodecSpec, num_bytes: int) -> tuple[_Function, _Function]:
-    """Make functions that compress and decompress `num_bytes` bytes."""
+    """Return a function that compresses `num_bytes` bytes, and a function that restores them."""
     match spec.codec:
         case Codec.LZ4:
             mode: dict[str, Any] = {"mode": "default"}
@@ -106,7 +107,7 @@ def _functions(spec: CodecSpec, num_bytes: int) -> tuple[_Function, _Function]:
 
 
 class _Zstd(threading.local):
-    """A compressor and a decompressor per thread: neither may be shared."""
+    """Each thread's own compressor and decompressor, because threads must not share them."""
 
     def __init__(self, level: int | None, num_bytes: int) -> None:
         if level is None:

@@ -1,4 +1,4 @@
-"""Names the codecs of the lower KV tiers, and parses the flags that select them."""
+"""Names the codecs of the host and disk tiers, and parses the flags that select them."""
 
 from dataclasses import dataclass
 from enum import StrEnum

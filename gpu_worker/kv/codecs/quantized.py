@@ -1,7 +1,8 @@
-"""Quantizes KV to eight bits per number, with a scale per slot and kv head.
+"""Quantizes KV to eight bits per number, with a scale for each key and each value of a kv head.
 
-Symbols: `N` blocks, `Y` bytes of a block, `R` rows of a block (layers x 2 x slots x kv heads), `D`
-head dim, `E` bytes of an encoded block: R scales in bfloat16, then R x D numbers.
+Symbols: `N` blocks, `Y` bytes of a block, `D` head dim, `R` rows of a block: a row is the key or
+the value of one token slot in one kv head of one layer; `E` bytes of an encoded block: R scales in
+bfloat16, then R x D numbers.
 """
 
 import torch

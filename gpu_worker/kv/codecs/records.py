@@ -1,4 +1,4 @@
-"""The codec interface of the disk pool, and its wrappers for quantized codecs and metrics."""
+"""The interface of the disk pool's codecs, with wrappers for quantized codecs and for metrics."""
 
 import time
 from typing import Protocol, TypeAlias
@@ -13,7 +13,7 @@ from gpu_worker.kv.codecs.quantized import QuantizedCodec
 
 Bytes: TypeAlias = npt.NDArray[np.uint8]
 Record: TypeAlias = tuple[memoryview, ...]
-"""Buffers that are written one after another."""
+"""An encoded block, as buffers that are written to the disk one after another."""
 
 
 class RecordCodec(Protocol):
@@ -24,7 +24,7 @@ class RecordCodec(Protocol):
         """The largest size of a record."""
 
     def encode(self, block: Bytes) -> Record:
-        """Encode a block as a record. A record of the block's size is the block, not encoded."""
+        """Encode a block as a record. A record of the block's size is the block itself."""
 
     def decode(self, record: Bytes, out: Bytes) -> None:
         """Decode `record`, which is smaller than a block, to `out`."""
@@ -33,11 +33,12 @@ class RecordCodec(Protocol):
 class QuantizedRecords:
     """A quantized codec on the CPU, applied to a block part by part.
 
-    The parts are so small that torch uses only one thread, because the step needs the other cores.
+    Each part is so small that torch uses only one thread. So the other cores stay free for the step
+    that runs at the same time.
     """
 
     def __init__(self, codec: QuantizedCodec, num_parts: int) -> None:
-        """A block has `num_parts` equal parts, and `codec` is set up for parts of this size."""
+        """`codec` must be set up for one of the `num_parts` equal parts of a block."""
         self._codec = codec
         self._num_parts = num_parts
         self.record_bytes = num_parts * codec.record_bytes
@@ -54,7 +55,7 @@ class QuantizedRecords:
 
 
 class MeteredRecords:
-    """Passes calls to a codec, and counts its bytes and seconds in metrics."""
+    """Passes calls to a codec, and counts the bytes and seconds of each call in metrics."""
 
     def __init__(self, codec: RecordCodec, spec: CodecSpec) -> None:
         self._codec = codec
