@@ -1,6 +1,6 @@
 """The host tier of KV memory: blocks in host memory, and copies between host and device.
 
-Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of a block in the
+Symbols: `B` device blocks, `BH` host blocks, `Y` bytes of a block, `E` bytes of a block on the
 host: Y, or fewer with a codec.
 
 On CUDA the copies run on two separate streams, one per direction (`copy_streams.py`). Later

@@ -5,10 +5,10 @@ come the headers of all blocks: each holds the label of a block's content, the l
 of its record, and the header's own checksum. The records follow.
 
 A header is written when a step's result reports the record as stored. The header is erased before
-the record is overwritten, or if the content may be wrong. If the process is killed, each record
-therefore has the right label or none.
+the record is overwritten, or if the record may be wrong. So even if the process is killed, each
+record has the right label or none.
 
-An erasure is synced to the disk only if the content may be wrong, so a loss of power may bring back
+An erasure is synced to the disk only if the record may be wrong, so a loss of power may bring back
 older headers and records. Each header has its record's checksum, which shows whether a record
 belongs to the header.
 

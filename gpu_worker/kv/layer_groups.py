@@ -14,7 +14,7 @@ from typing import Final
 from contract.worker_limits import STATE_WINDOW, Chunk, KvWindow, window_length
 
 MAX_GROUPS: Final = 16
-"""The largest number of groups, unless layers have more kinds of windows."""
+"""The most KV groups, unless the layers have even more kinds of windows."""
 _NUM_TOKENS: Final = 8192
 """A block size is judged by the memory that a sequence of this length takes. The length is chosen,
 not measured."""
@@ -102,7 +102,7 @@ def _order(window: KvWindow) -> tuple[bool, int, bool]:
 
 
 def _parts(layers: list[int], sizes: Sequence[int], fit: int) -> list[list[int]]:
-    """Split layers into runs of at most `fit` bytes each."""
+    """Split layers into runs whose `sizes` add up to at most `fit`."""
     parts: list[list[int]] = []
     room = 0
     for layer in layers:
@@ -115,7 +115,7 @@ def _parts(layers: list[int], sizes: Sequence[int], fit: int) -> list[list[int]]
 
 
 def add_states(groups: LayerGroups, per_block: int, num_states: int) -> LayerGroups:
-    """Add the groups of recurrent layers, with the states of `per_block` layers in a block."""
+    """Return `groups` with groups of recurrent layers added; a block holds `per_block` states."""
     num_groups = -(-num_states // per_block)
     return replace(
         groups,

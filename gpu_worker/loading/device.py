@@ -56,7 +56,7 @@ def device_name(device: torch.device) -> str:
 def pick_dtype(name: str, config: ModelConfig, device: torch.device) -> torch.dtype:
     """Return the dtype to compute in.
 
-    "auto" is the checkpoint's dtype, except on a CPU. On a CPU, float16 becomes float32. Bfloat16
+    "auto" is the checkpoint's dtype, except on a CPU, where float16 becomes float32. Bfloat16
     stays if the CPU can multiply bfloat16 numbers, or if Quire's kernels in C compute all layers.
 
     If the CPU cannot multiply bfloat16 numbers, the kernels in C compute in float32, but read

@@ -28,7 +28,8 @@ from gpu_worker.weights.json_fields import ModelError
 _SWAP_BYTES = 64 * 1024**2
 _MAX_PREFILL_TOKENS = 512
 _NUM_ROUNDS = 2
-"""The first round also pays one-time costs: page faults, kernel compilation."""
+"""Swap and prefill are measured in this many rounds, because the first round also pays one-time
+costs: page faults, kernel compilation."""
 
 
 @dataclass(frozen=True, slots=True)

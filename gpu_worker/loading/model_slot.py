@@ -152,7 +152,9 @@ class ModelSlot:
         return load
 
     async def unload(self) -> bool:
-        """Unload the model, even if the caller stops waiting; return whether a model was loaded.
+        """Unload the model, even if the caller stops waiting.
+
+        Returns whether a model was loaded when the call began.
 
         Raises:
             UnimplementedError: The model is on several devices.

@@ -204,7 +204,7 @@ def _load_rank_model(
 def check_same_adapters(adapters: Mapping[int, Adapter], ranks: Ranks) -> None:
     """Check that all ranks have read the same contents of the adapters that the settings name.
 
-    Raises ModelError, on every rank, if they differ.
+    Raises ModelError, on every rank, if the contents differ.
     """
     digest = hashlib.sha256(b"".join(adapter.id.digest for adapter in adapters.values())).digest()
     value = float(int.from_bytes(digest[:6]))  # exact

@@ -19,7 +19,7 @@ _log = structlog.get_logger()
 def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
     """Set torch's number of threads, by default `num_usable_cores`, and return it.
 
-    If `num_sharing` processes share the cores, each gets an equal share.
+    If `num_sharing` processes share the cores, each gets an equal part of the threads.
     """
     count = max(1, (num_threads or num_usable_cores()) // num_sharing)
     torch.set_num_threads(count)

@@ -60,7 +60,7 @@ class AdaptedMap:
 
 
 def adapted_maps(config: AdaptableConfig, layer: int, place: Place = ALONE) -> Iterator[AdaptedMap]:
-    """Yield the maps of a layer that adapters may change. Maps of experts are not among them.
+    """Yield the maps that adapters may change in a layer. Maps of experts are not among them.
 
     Args:
         config: The config of the whole model.

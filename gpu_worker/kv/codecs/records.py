@@ -17,7 +17,7 @@ Record: TypeAlias = tuple[memoryview, ...]
 
 
 class RecordCodec(Protocol):
-    """Encodes a block for the disk, and decodes it. Thread-safe."""
+    """Encodes blocks as records for the disk, and decodes records. Thread-safe."""
 
     @property
     def record_bytes(self) -> int:
