@@ -5,7 +5,7 @@ left by one bit, which puts its exponent into the highest byte and its sign into
 highest bytes of all numbers are compressed; the other bytes are kept as they are. With rotation,
 zstd reaches a ratio of 1.47 on bfloat16 KV of a small trained model, close to the limit that the
 exponents' entropy sets. Without rotation, zstd compresses all bytes of the block, with a ratio of
-1.27 and at half the speed (`bench/swap.py`).
+1.26 and at half the speed (`bench/swap.py`).
 """
 
 import threading
