@@ -193,7 +193,7 @@ def _describe(settings: WorkerSettings, loaded: RankModel) -> WorkerInfo:
 
 
 def _publish(settings: WorkerSettings, loaded: RankModel, info: WorkerInfo) -> None:
-    """Publish the model's sizes as metrics and in the log."""
+    """Report the model's sizes in metrics and in the log."""
     limits, device = info.limits, loaded.device
     metrics.KV_BYTES.set(limits.num_blocks * info.block_bytes)
     metrics.MEMORY_AVAILABLE.set_function(lambda: device_available_bytes(device))

@@ -65,7 +65,7 @@ def adapted_maps(config: AdaptableConfig, layer: int, place: Place = ALONE) -> I
     Args:
         config: The config of the whole model.
         layer: Index of the layer in the whole model.
-        place: This rank's place. The rank must hold the layer.
+        place: Which of the ranks this is. This rank must hold the layer.
     """
     if isinstance(config, LayerNormConfig):
         return _layer_norm_maps(config, layer, place)
