@@ -27,7 +27,8 @@ class LowRankMap:
     down: Linear
     """A: K to R; R is even."""
     up: Linear
-    """B, scaled: R to N. In a fused map, each part's outputs depend only on that part's ranks."""
+    """B, scaled: R to N. In a fused map of q, k and v, each rank adds to the outputs of only one of
+    them."""
     num_ranks: int
     """R."""
 
@@ -39,8 +40,8 @@ class LowRankMap:
 def with_maps(layer: LayerT, change: Callable[[MapName, Linear], Linear]) -> LayerT:
     """Copy the layer, with `change` applied to each map. Experts stay as they are.
 
-    If several ranks split a map's inputs, `change` gets this rank's part, so that the ranks sum the
-    additions together with the results of the parts.
+    If several devices split a map's inputs, `change` gets this device's part of the map, so that
+    the part's result includes the addition when the devices sum their results.
     """
     return replace(
         layer,
@@ -61,7 +62,7 @@ def _mlp_with_maps(mlp: FeedForward, change: Callable[[MapName, Linear], Linear]
 
 
 def _within(whole: FeedForward, change: Callable[[FeedForward], FeedForward]) -> FeedForward:
-    """Change a map, or this rank's part of a map that the ranks sum."""
+    """Apply `change` to a map, or to the `part` of a `SummedMap`."""
     if isinstance(whole, SummedMap):
         return replace(whole, part=change(whole.part))
     return change(whole)
@@ -75,11 +76,11 @@ class Adapter:
     layers: tuple[Mapping[MapName, LowRankMap], ...]
     """The additions of each layer, by map."""
     native: NativeAdapter | None = None
-    """The additions, packed for the native decoder; None if it has no code for one of them."""
+    """The additions, packed for `NativeDecoder`; None if it has no code for one of them."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """Pack the layers' additions for the native decoder; None if it has no code for one of them."""
+    """Pack the layers' additions for `NativeDecoder`; None if it has no code for one of them."""
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

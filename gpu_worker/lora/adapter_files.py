@@ -1,4 +1,4 @@
-"""Loads LoRA adapters that PEFT has written; the error for an unsupported field names the field.
+"""Loads LoRA adapters that PEFT has written.
 
 Symbols: `K` input features of a map, `N` its output features, `r` the rank of an adapter, `R` the
 sum of the ranks of maps that are fused into one.
@@ -40,8 +40,9 @@ _OF_TRAINING: Final = frozenset(
 )
 """Fields that are ignored: alone, none of them changes what a trained adapter computes.
 
-Some change it together with another field, but then that other field is refused. A field that
-is in neither set must have a neutral value: a newer variant of LoRA must not be mistaken for LoRA.
+Some of these fields have an effect together with another field, but that other field is refused. A
+field that is neither in `_HONOURED` nor in `_OF_TRAINING` must have a neutral value: a newer
+variant of LoRA must not be mistaken for LoRA.
 """
 _NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")
@@ -58,7 +59,8 @@ class AdapterConfig:
     scale: float
     """Multiplies B A."""
     target_modules: tuple[str, ...] | None
-    """How the adapted maps' names end; None: the maps with tensors in the file are adapted."""
+    """Names, or ends of names, of maps that must have matrices in the weights file; None: the file
+    alone says which maps are adapted."""
 
 
 def read_adapter_config(directory: Path) -> AdapterConfig:
@@ -116,7 +118,7 @@ def load_adapter(
     device: torch.device,
     place: Place = ALONE,
 ) -> Adapter:
-    """Load this rank's part of an adapter for a model. Steps may run at the same time.
+    """Load this device's part of an adapter for a model. Steps may run at the same time.
 
     Args:
         name: The name that requests use.
@@ -124,7 +126,7 @@ def load_adapter(
         model: The config of the whole model that the adapter changes.
         dtype: The dtype of weights and activations.
         device: Where to put the adapter.
-        place: This rank's place.
+        place: Which part of the model this device holds.
 
     Raises:
         ModelError: The model's implementation supports no adapters; a file is missing or damaged;
@@ -169,7 +171,12 @@ def load_adapter(
 def _adapted_modules(
     path: Path, names: frozenset[str], config: AdapterConfig, modules: Sequence[str]
 ) -> frozenset[str]:
-    """Return the modules that have matrices in the file; raise if the config names others."""
+    """Return the names of the modules that have matrices in the file.
+
+    Raises:
+        ModelError: The file has no matrices, a matrix of an unknown module, or only one of a
+            module's two matrices; or it lacks the matrices of a module that the config names.
+    """
     known = {_PREFIX + module + part: module for module in modules for part in (_A, _B)}
     if unknown := sorted(names - known.keys()):
         raise ModelError(
@@ -200,10 +207,10 @@ def _low_rank_map(
     dtype: torch.dtype,
     device: torch.device,
 ) -> LowRankMap:
-    """Make one pair for a fused map: all A stacked, `[R, K]`; all B on a diagonal, `[N, R]`.
+    """Make one A and one B from those of a map's modules: A stacked, B block-diagonal.
 
-    K and N are this rank's inputs and outputs. If R is odd, a rank of zeros is added, because our
-    own kernel computes ranks in pairs.
+    A is `[R, K]`, and B is `[N, R]`; K and N are this device's inputs and outputs. If R is odd, a
+    rank of zeros is added, because our own kernel computes ranks in pairs.
     """
     rank = config.rank
     num_ranks = rank * sum(module.name in adapted for module in of.modules)

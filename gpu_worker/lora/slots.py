@@ -1,6 +1,7 @@
 """Keeps adapters in slots, where kernels find them, so that one graph works with any adapters.
 
-Symbols: `T` tokens, `R` the largest number of ranks that a map may have.
+Symbols: `T` tokens, `K` input features of a map, `N` its output features, `R` the largest number of
+ranks that a map may have.
 """
 
 from collections.abc import Mapping
@@ -25,7 +26,7 @@ NUM_SLOTS: Final = 64
 """Each slot holds one adapter. A step with an adapter that has no slot runs without graphs."""
 MAX_RANKS: Final = 192
 """R: 3 * 64, because q, k and v are one fused map, and an adapter may have rank 64 in each. An
-adapter with a map of more ranks gets no slot."""
+adapter that has more than R ranks in a map gets no slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -98,7 +99,8 @@ class AdapterSlots:
             size: T; tokens beyond `len(numbers)` have no adapter.
 
         Returns:
-            int64[T], the tokens' indexes; and int32[NUM_SLOTS], where each slot's tokens end.
+            int64[T], the tokens' indexes in the order of their slots; and int32[NUM_SLOTS], where
+            each slot's tokens end in that order.
         """
         slots = np.full(size, NUM_SLOTS)
         for number in set(numbers.tolist()) - {0}:
@@ -114,7 +116,7 @@ class AdapterSlots:
         return SlottedAdapters(self._maps, order, ends)
 
     def compile(self, dtype: torch.dtype) -> None:
-        """Launch each variant of the kernel once, so that none is compiled while serving."""
+        """Launch each variant of `grouped_linear` once, so that none is compiled while serving."""
         ends = torch.zeros(NUM_SLOTS, dtype=torch.int32, device=self._device)
         # Layers with experts have fewer maps than those without.
         all_maps = {name: each for maps in self._maps for name, each in maps.items()}
@@ -149,14 +151,14 @@ class SlottedAdapters:
     _order: torch.Tensor
     """int64[T]: indexes of the tokens, in the order of their slots."""
     _ends: torch.Tensor
-    """int32[NUM_SLOTS]: where each slot's tokens end."""
+    """int32[NUM_SLOTS]: where each slot's tokens end in `_order`."""
 
     @property
     def native(self) -> None:
-        """None: the native decoder has no code for adapters in slots."""
+        """None: `NativeDecoder` has no code for adapters in slots."""
 
     def onto(self, index: int, layer: LayerT) -> LayerT:
-        """Copy the layer at this index, and add the adapters' additions to its maps."""
+        """Copy the layer at this index; the copy's maps include the adapters' additions."""
         maps = self._maps[index]
 
         def adapted(name: MapName, base: Linear) -> Linear:

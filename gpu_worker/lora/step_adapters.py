@@ -90,10 +90,10 @@ class StepAdapters:
 
     _tokens: tuple[_AdapterTokens, ...]
     native: RowAdapters | None
-    """The adapters in the native decoder's form; None if it has no code for one of them."""
+    """The adapters in the form of `NativeDecoder`; None if it has no code for one of them."""
 
     def onto(self, index: int, layer: LayerT) -> LayerT:
-        """Copy the layer at this index, and add the adapters' additions to its maps."""
+        """Copy the layer at this index; the copy's maps include the adapters' additions."""
         return with_maps(layer, lambda name, base: self._onto(index, name, base))
 
     def _onto(self, index: int, name: MapName, base: Linear) -> Linear:
@@ -107,7 +107,7 @@ class StepAdapters:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _AdaptedLinear:
-    """A linear map, with additions for some rows."""
+    """A linear map, with additions for the tokens that use adapters."""
 
     base: Linear
     added: Sequence[tuple[LowRankMap, torch.Tensor | None]]

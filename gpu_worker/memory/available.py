@@ -42,9 +42,9 @@ def device_total_bytes(device: torch.device) -> int:
 
 
 def _reclaimable_bytes() -> int:
-    """Return the bytes of page cache that count as used but are dropped when memory is needed.
+    """Return the bytes of page cache that count as used but are freed when memory is needed.
 
-    Recently used pages count, too, if they are not mapped. Otherwise a growing page cache would
+    Recently used pages are included if they are not mapped. Otherwise a growing page cache would
     look like a memory shortage.
     """
     stat = _CGROUP / "memory.stat"

@@ -19,7 +19,10 @@ import torch
 
 
 class OutOfMemoryError(Exception):
-    """No memory is left for new chunks; none of them is mapped. The message has the sizes."""
+    """There is no memory for new chunks, or there are no addresses for a range.
+
+    None of the new chunks is mapped. The message has the sizes.
+    """
 
 
 class Chunks(Protocol):
@@ -51,7 +54,7 @@ class ElasticMemory:
         """Map `num_bytes`, at least 1, zeroed.
 
         Raises:
-            OutOfMemoryError: There is no room; the range is released.
+            OutOfMemoryError: There is too little memory; the range is released.
         """
         self.num_bytes = num_bytes
         self._chunks = chunks
@@ -69,7 +72,7 @@ class ElasticMemory:
         On a GPU, all work on the removed memory must have ended.
 
         Raises:
-            OutOfMemoryError: There is no room. Nothing has changed.
+            OutOfMemoryError: There is too little memory. Nothing has changed.
         """
         before, after = self._num_chunks(self.num_bytes), self._num_chunks(num_bytes)
         if after > before:
@@ -101,11 +104,12 @@ class CpuChunks:
     The pages of an unmapped chunk go back to the system; the chunk then reads as zeros. Callers
     must not write to an unmapped chunk, because writing would allocate pages again.
 
-    The initial chunks get pages when they are first used. Chunks mapped later are touched at once,
-    so that other workers do not count the memory of these chunks as free.
+    The initial chunks, which the first call of `map` maps, get pages when they are first used.
+    Chunks mapped later are touched at once, so that other workers do not count the memory of these
+    chunks as free.
 
     Mapped chunks are on huge pages if the system has them. Attention reads blocks from everywhere
-    in the pool; with small pages, it would spend a tenth of its time on looking up addresses.
+    in a KV pool; with small pages, it would spend a tenth of its time on looking up addresses.
     """
 
     chunk_bytes = mmap.PAGESIZE

@@ -1,4 +1,4 @@
-"""Memory pressure: derives a level from how much memory is available. Needs no torch.
+"""Derives the level of memory pressure from how much memory is available. Needs no torch.
 
 A worse level takes effect at once. A better level takes effect only after several better readings
 in a row. When memory is short, the scheduler runs fewer sequences, and the readings get better. If
@@ -11,7 +11,7 @@ from typing import Protocol
 from contract.info import MemoryLevel
 
 _NUM_BETTER = 5
-"""Number of better readings in a row that lower the level."""
+"""Number of better readings, one after another, after which the level becomes better."""
 _WARNING_SHARE = 0.03
 _CRITICAL_SHARE = 0.01
 
@@ -26,7 +26,7 @@ class WatchedMemory(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Thresholds:
-    """Memory is short if less than such a share of the total memory is available."""
+    """Shares of the total memory: if less is available, the level is WARNING or CRITICAL."""
 
     warning: float
     critical: float

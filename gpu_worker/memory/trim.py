@@ -11,8 +11,9 @@ from rpc.malloc import M_MMAP_THRESHOLD, M_TRIM_THRESHOLD, set_malloc, trim_mall
 _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
 _MAX_HEAP_BYTES: Final = 32 * 1024**2
-"""When large tensors are freed, glibc itself raises two thresholds: `M_TRIM_THRESHOLD` to at most
-`_MOST_KEPT`, and `M_MMAP_THRESHOLD` to at most `_MAX_HEAP_BYTES`."""
+"""`release_memory` sets `M_TRIM_THRESHOLD` to `_MOST_KEPT`, and `M_MMAP_THRESHOLD` to
+`_MAX_HEAP_BYTES`. When large tensors are freed, glibc itself raises the two thresholds, but not
+above these values."""
 
 
 def begin_release() -> None:
@@ -27,7 +28,8 @@ def begin_release() -> None:
 def release_memory() -> None:
     """Collect garbage, then make the allocators release their free memory.
 
-    Objects that `gc.freeze` exempted at the start may be garbage now, so they are collected, too.
+    Objects that `gc.freeze` exempted when the worker started may be garbage now, so these objects
+    are collected, too.
     """
     WEIGHT_MEMORY.begin_region()
     gc.unfreeze()

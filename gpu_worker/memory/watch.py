@@ -1,7 +1,7 @@
 """Watches the memory of the worker's device on a thread, and reports shortages.
 
-The numbers of a GPU come from its driver and torch's allocator. Those of a CPU come from the
-machine and the process's control group.
+The readings of a GPU come from its driver and torch's allocator. The readings of a CPU come from
+the machine and the process's control group.
 """
 
 import threading
@@ -37,7 +37,7 @@ class DeviceMemory:
 
     @property
     def available(self) -> int:
-        """Bytes that this process can still allocate, in pieces of any size."""
+        """Bytes that this process can still allocate; `split` of them are gaps between tensors."""
         return self.free + self.reserved - self.allocated
 
     @property
@@ -88,7 +88,7 @@ class CpuSystem:
 def watch_device(
     device: torch.device, warning_share: float | None, critical_share: float | None
 ) -> "MemoryMonitor":
-    """Start watching a device that is ready to serve; `choose_thresholds` explains the shares."""
+    """Start watching a ready worker's device; `choose_thresholds` explains the shares."""
     driver = CudaDriver(device) if device.type == "cuda" else CpuSystem(device)
     monitor = MemoryMonitor(driver, warning_share, critical_share)
     monitor.start()
@@ -96,7 +96,7 @@ def watch_device(
 
 
 class MemoryMonitor:
-    """Keeps the level, writes metrics, and logs changes of the level."""
+    """Keeps the level of memory pressure, writes metrics, and logs changes of the level."""
 
     def __init__(
         self,

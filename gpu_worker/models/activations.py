@@ -1,7 +1,7 @@
 """The activations of feed-forward parts, by their names in config.json.
 
-Each number's result depends on this number alone, not on other numbers or on its place in the
-tensor. On CPUs this is not true of the last bits of torch's SiLU, its tanh GELU, and its GELU in
+Each number's result depends on this number alone, not on other numbers or on its position in
+the tensor. On CPUs this is not true of the last bits of torch's SiLU, tanh GELU, and GELU in
 float16, so this module computes these three from other operations.
 """
 

@@ -1,7 +1,8 @@
 """The interface of a decoder, and paged attention of one layer for decodes and prefill chunks.
 
 Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `S` sequences, `M` blocks of
-the longest block table, `H` query heads, `HKV` kv heads, `D` head dim.
+the longest block table, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size, `V`
+vocabulary.
 """
 
 from collections.abc import Callable
@@ -17,16 +18,17 @@ from kernels import ops
 from kernels.sequences import Sequences, SharedPrefixes
 
 Prepare: TypeAlias = Callable[[torch.Tensor, torch.Tensor], Callable[["AttentionMetadata"], None]]
-"""Takes a query, `[T, H, D]`, and a tensor for the output. Returns a function that takes a step's
-metadata, attends to its sequences with this query, and fills this output."""
+"""Takes a query, `[T, H, D]`, and an output tensor. Returns a function that takes a step's
+metadata, attends to the step's sequences with the query, and writes the result to the output
+tensor."""
 AttendBetween: TypeAlias = Callable[[int, torch.Tensor, torch.Tensor, Prepare], None]
-"""Takes a layer's index, its query, a tensor for its output, and a `Prepare`. Sees to it that the
-prepared function runs between two graphs whenever they are replayed."""
+"""Takes a layer's index, the layer's query, an output tensor, and a `Prepare`. Makes the function
+that `Prepare` returns run between two captured graphs whenever the two graphs are replayed."""
 
 
 @dataclass(frozen=True, eq=False)
 class AttentionMetadata:
-    """Where a step's tokens are stored, and which tokens they attend to.
+    """Where the K and V of a step's tokens are stored, and what the tokens attend to.
 
     The metadata is the same for every layer, unless the model has several KV groups: see
     `in_layer`.
@@ -47,7 +49,7 @@ class AttentionMetadata:
     max_query_len: int
     """The longest chunk of this step, in tokens."""
     num_decodes: int
-    """Number of sequences with one token; these come first."""
+    """Number of sequences with one token in this step; these sequences come first."""
     wanted: "WantedTokens | None" = None
     """Tokens whose final hidden states are wanted; None: all."""
     adapters: LayerAdapters | None = None
@@ -71,7 +73,7 @@ class AttentionMetadata:
         return self.by_group[pool.groups.group_of[layer]] if self.by_group else self
 
     def adapted(self, index: int, layer: LayerT) -> LayerT:
-        """Return the layer at this index, with the adapters' additions to its maps."""
+        """Return the layer at this index, or a copy whose maps include the adapters' additions."""
         return layer if self.adapters is None else self.adapters.onto(index, layer)
 
     @property
@@ -115,7 +117,7 @@ class WantedTokens:
     places: torch.Tensor
     """int64[N]: indexes into the step's tokens, ascending."""
     metadata: AttentionMetadata
-    """The same sequences with only these tokens; some may have none."""
+    """Metadata of the step's sequences, with only the wanted tokens; a sequence may have none."""
 
 
 class Decoder(Protocol):
@@ -185,7 +187,7 @@ def rotary_store_kv(
     layer: int,
     metadata: AttentionMetadata,
 ) -> torch.Tensor:
-    """Rotate query and key, store this step's K and V in `pool`; return the query, `[T, H, D]`."""
+    """Rotate query and key, store K and V in `pool`, and return the rotated query, `[T, H, D]`."""
     return ops.rotary_store_kv(
         query,
         key,

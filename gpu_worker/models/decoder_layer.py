@@ -61,7 +61,7 @@ class LayerAdapters(Protocol):
 
     @property
     def native(self) -> RowAdapters | None:
-        """The adapters in the form of the native decoder; None if it has no code for them."""
+        """The adapters in the form of `NativeDecoder`; None if it has no code for them."""
 
     def onto(self, index: int, layer: LayerT) -> LayerT:
-        """Return the layer at this index, with the adapters' additions to its maps."""
+        """Copy the layer at this index; the copy's maps include the adapters' additions."""

@@ -1,4 +1,4 @@
-"""The gated feed-forward part of a layer, or of one of its experts.
+"""A layer's gated feed-forward part, or one of the layer's experts.
 
 Symbols: `T` tokens, `E` hidden size, `I` intermediate size.
 """
@@ -14,7 +14,7 @@ from gpu_worker.weights.reader import Weights
 from kernels import ops
 
 FeedForward: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""The part of a layer after attention: maps `[T, E]` to `[T, E]`, row by row."""
+"""The part of a layer after attention: maps `[T, E]` to `[T, E]`, token by token."""
 Gate: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
 """Combines gate and up, `[T, 2 * I]`, into `[T, I]`: in most families, `activation(gate) * up`."""
 
@@ -44,7 +44,7 @@ class GatedMlp:
     gate: Gate = silu_gate
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
-        """Compute `down(silu(gate(x)) * up(x))`, or the same with another gate.
+        """Compute `down(silu(gate(x)) * up(x))`, if `self.gate` is `silu_gate`.
 
         Maps `[T, E]` to `[T, E]`.
         """

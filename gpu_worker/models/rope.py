@@ -55,7 +55,7 @@ class Llama3Scaling:
 class YarnScaling:
     """YaRN (https://arxiv.org/abs/2309.00071): low rotary frequencies are divided, high ones kept.
 
-    Over the dimensions in between, a linear ramp interpolates.
+    For frequencies between low and high, a linear ramp over the dimensions interpolates.
     """
 
     factor: float
@@ -65,9 +65,9 @@ class YarnScaling:
     """Multiplies the scores of multi-head latent attention; other kinds of attention ignore it. It
     is computed from `mscale_all_dim`."""
     beta_fast: float
-    """Frequencies that turn more often than this in the original context are kept."""
+    """Frequencies with more turns than this in `original_max_position_embeddings` are kept."""
     beta_slow: float
-    """Frequencies that turn less often than this are divided by `factor`."""
+    """Frequencies with fewer turns than this are divided by `factor`."""
     is_truncated: bool
     """Whether the ends of the ramp are rounded to whole dimensions."""
     original_max_position_embeddings: int

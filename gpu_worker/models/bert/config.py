@@ -16,7 +16,7 @@ _ACTIVATIONS: Final = ("gelu", "gelu_new", "gelu_pytorch_tanh", "relu")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BertConfig(ModelConfig):
-    """Adds an encoder's fields to `ModelConfig`. An encoder has no layers with KV."""
+    """The config of an encoder. An encoder has no layers with KV."""
 
     hidden_size: int
     intermediate_size: int
@@ -24,7 +24,7 @@ class BertConfig(ModelConfig):
     num_heads: int
     num_positions: int
     first_position: int
-    """The row of the position embeddings for the first token."""
+    """The index of the first token in the table of position embeddings."""
     num_token_types: int
     layer_norm_eps: float
     activation: str

@@ -47,7 +47,7 @@ class Bert:
     norm: Norm
     layers: tuple[_Layer, ...]
     head: tuple[Linear, Linear] | None
-    """Two maps: E to E, then E to the score; None: the model makes no scores."""
+    """Two maps: E to E, then E to 1, the score; None: the model makes no scores."""
 
     def forward(
         self,
@@ -86,14 +86,14 @@ class Bert:
         raise NotImplementedError
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map the hidden states of first tokens, `[P, E]`, to scores, `[P, 1]`."""
+        """Map the hidden states of the sequences' first tokens, `[P, E]`, to scores, `[P, 1]`."""
         assert self.head is not None, "only a model with a head is asked for scores"
         dense, out = self.head
         return out(dense(hidden).tanh())
 
 
 def build_bert(config: BertConfig, weights: Weights) -> Bert:
-    """Build the model from a checkpoint, in which tensors of the encoder may have a prefix."""
+    """Build the model from a checkpoint; the names of the encoder's tensors may have a prefix."""
     base = "roberta." if config.is_roberta else "bert."
     prefix = base if any(name.startswith(base) for name in weights.names) else ""
     hidden = config.hidden_size

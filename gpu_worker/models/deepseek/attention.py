@@ -1,13 +1,16 @@
 """Multi-head latent attention (https://arxiv.org/abs/2405.04434): the pool stores only latents.
 
-A head's key is a linear map `U` of the latent `c`, so `q . (U c) = (U^T q) . c`. Queries are mapped
+A token's latent is a short vector, from which linear maps compute the token's keys and values. A
+head's key is a linear map `U` of the latent `c`, so `q . (U c) = (U^T q) . c`. Queries are mapped
 to the latent's space and attend to latents, which are the keys and values of one kv head. The
-result is mapped to the head's values. Prefill and decode do the same computations in the same
-order, so no result depends on how a prompt is split into chunks.
+result of attention is mapped to the head's values.
 
-Symbols: `T` tokens, `N` wanted tokens, `H` heads, `E` hidden size, `Q` query rank, `L` width of
-the latent, `D` dimensions of a head's queries and keys that are not rotated, `R` those that are,
-`V` dimensions of a head's values.
+Prefill and decode do the same computations in the same order, so no result depends on how a prompt
+is split into chunks.
+
+Symbols: `T` tokens, `N` tokens whose final hidden states are wanted, `H` heads, `E` hidden size,
+`Q` query rank, `L` width of the latent, `D` dimensions of a head's queries and keys that are not
+rotated, `R` those that are, `V` dimensions of a head's values.
 """
 
 from dataclasses import dataclass
@@ -23,12 +26,12 @@ from gpu_worker.weights.reader import Weights
 from kernels import ops
 
 _EPS: Final = 1e-6
-"""Epsilon of the norms of query and latent, in all these families."""
+"""Epsilon of the norms of query and latent, for all of `DEEPSEEK_ARCHITECTURES`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankedQuery:
-    """The map from hidden states to queries, by way of a lower rank."""
+    """The map from hidden states to queries: down to the query rank, a norm, and up."""
 
     down: Linear
     """E to Q."""
@@ -69,9 +72,10 @@ class LatentAttention:
         layer: int,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Store the tokens' latents; return their queries in the latent's space, `[T, H, L + R]`.
+        """Store the tokens' latents; return the queries in the latent's space, `[T, H, L + R]`.
 
-        A stored row is the normalized latent, then the rotated key.
+        For each token the pool stores the normalized latent, then the rotated key that all heads
+        share.
         """
         config, width = self.config, self.config.latent_dim
         query = self.query(x).view(len(x), config.num_heads, -1)

@@ -19,7 +19,7 @@ from gpu_worker.weights.model_config import ModelConfig, read_architecture, read
 class DeepseekConfig(ModelConfig):
     """The config of a decoder with multi-head latent attention.
 
-    The KV pool sees one kv head: the latent, and the rotated key that all heads share.
+    In the KV pool the model has one kv head: the latent, and the rotated key that all heads share.
     """
 
     hidden_size: int
@@ -38,8 +38,8 @@ class DeepseekConfig(ModelConfig):
     attention_bias: bool
     """Whether the maps to the query rank and to the latent, and the output map, have biases."""
     is_interleaved: bool
-    """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of each
-    half."""
+    """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of the first
+    half with dimension i of the second half."""
     rope: RopeConfig
     rms_norm_eps: float
     tie_word_embeddings: bool

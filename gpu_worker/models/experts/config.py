@@ -1,4 +1,7 @@
-"""Reads mixtures of experts from config.json. Needs no torch."""
+"""Reads mixtures of experts from config.json. Needs no torch.
+
+The outputs of a token's experts are summed; an expert's *share* is the factor of its output.
+"""
 
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -8,13 +11,16 @@ from gpu_worker.weights.json_fields import JsonFields
 
 
 class Routing(Enum):
-    """How experts are scored and chosen."""
+    """How experts are scored and chosen.
+
+    Experts may be in groups. A token's experts then come from the groups with the highest scores.
+    """
 
     SOFTMAX = "softmax"
-    """The likeliest experts are chosen, and a group's score is that of its best expert."""
+    """An expert's score is its softmax; the score of a group is that of the group's best expert."""
     SIGMOID = "sigmoid"
-    """As in DeepSeek V3: experts are chosen with a bias, and a group's score is the sum of its two
-    best experts' scores."""
+    """As in DeepSeek V3: an expert's score is its sigmoid plus a bias; the score of a group is the
+    sum of the scores of its two best experts."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -214,7 +220,7 @@ def _num_per_token(
 def _layers_after_dense(
     fields: JsonFields, num_layers: int, num_dense: int, *, reads_layer_types: bool
 ) -> tuple[bool, ...]:
-    """Read which layers have experts: those the config lists, or all after the first dense ones."""
+    """Read which layers have experts: those in `mlp_layer_types`, or all but the first layers."""
     fields.allow_only("moe_layer_freq", 1)
     kinds = fields.get("mlp_layer_types")
     if reads_layer_types and kinds is not None:

@@ -17,7 +17,7 @@ from gpu_worker.weights.linear import Linear
 from kernels.triton.linear.tile_sizes import fewest_rows
 
 Route: TypeAlias = Callable[[torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
-"""Chooses N experts for each row of `[T, E]`, as `Router` does."""
+"""Takes hidden states, `[T, E]`, and chooses N experts for each token, as `Router` does."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -30,9 +30,10 @@ class Experts:
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Compute `sum_n share_n expert_n(x)` over the N experts of each token.
 
-        Tokens are grouped by expert, so that each expert in use runs once. A row's result does not
-        depend on other rows, because the row's experts are added in the order in which `route`
-        returns them. The call waits for the device, to learn the number of tokens per expert.
+        Tokens are grouped by expert, so that each expert in use runs once. A token's result does
+        not depend on other tokens, because the results of the token's experts are added in the
+        order in which `route` returns the experts. The call waits for the device, to learn the
+        number of tokens per expert.
 
         Args:
             x: `[T, E]`.

@@ -20,11 +20,11 @@ class Router:
     scores: Linear
     """E to X, in float32."""
     bias: torch.Tensor | None = None
-    """float32[X]: added to sigmoid scores to choose experts, but not to compute their shares; None
+    """float32[X]: added to sigmoids to choose experts, but not to compute the experts' shares; None
     with softmax scores."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose N experts for each row of `[T, E]`.
+        """Choose N experts for each token; `x` has their hidden states, `[T, E]`.
 
         Returns:
             The shares of the chosen experts, float32 `[T, N]`, and their numbers, int64 `[T, N]`.
@@ -58,6 +58,6 @@ def read_router(name: str, num_experts: int, hidden: int, weights: Weights) -> t
 def sigmoid(x: torch.Tensor) -> torch.Tensor:
     """Compute the sigmoid, so that each number's result depends on this number alone.
 
-    On CPUs the last bits of `torch.sigmoid` depend also on the number's place in the tensor.
+    On CPUs the last bits of `torch.sigmoid` depend also on the number's position in the tensor.
     """
     return torch.stack((x, torch.zeros_like(x)), -1).softmax(-1)[..., 0]

@@ -114,7 +114,7 @@ def _read_mxfp4(
 ) -> Mxfp4Weight:
     """Read a part of one expert from the stacked weights of all experts.
 
-    `shape`, `[X, N, G]`, is the shape of the stack, and `where` is the part.
+    `shape`, `[X, N, G]`, is the shape of the stack; `where` says which part to read.
     """
     blocks = weights.part(
         Piece(f"{name}_blocks", (*shape, MXFP4_GROUP_SIZE // 2), where), torch.uint8

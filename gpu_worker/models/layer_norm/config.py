@@ -23,8 +23,8 @@ class TensorNames:
     """The map to the vocabulary in old checkpoints that have no `lm_head`."""
     attention: str = "self_attn"
     qkv: tuple[str, ...] = ("q_proj", "k_proj", "v_proj")
-    """The maps to queries, keys and values. If there is only one name, they are one map, whose
-    outputs are query, key and value of head 0, then those of head 1, and so on."""
+    """The maps to queries, keys and values. A single name is that of a fused map, whose outputs
+    are query, key and value of head 0, then query, key and value of head 1, and so on."""
     output: str = "o_proj"
     up: str = "up_proj"
     down: str = "down_proj"
@@ -40,7 +40,7 @@ class LayerNormConfig(ModelConfig):
     intermediate_size: int
     layer_norm_eps: float
     adds_one_to_norms: bool
-    """Whether the factors of a norm are its weights plus 1."""
+    """Whether norms multiply by 1 + their weight; otherwise they multiply by their weight."""
     activation: str
     is_gated: bool
     """Whether the feed-forward part is a `GatedMlp`."""
@@ -64,7 +64,8 @@ class LayerNormConfig(ModelConfig):
 
 
 _Flag: TypeAlias = tuple[str | None, bool]
-"""A field of config.json and its default. If a family has no such field: None and its value."""
+"""A field of config.json and its default. If a family has no such field: None, and the value that
+holds for the whole family."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class _Family:
     has_kv_heads: bool = True
     """Whether `num_key_value_heads` is read; otherwise each head is a kv head."""
     reads_head_dim: bool = False
-    """Whether `head_dim` is read; otherwise it is the hidden size divided by the heads."""
+    """Whether `head_dim` is read; otherwise the head dim is hidden size / query heads."""
     has_window: bool = False
     theta_field: str = "rope_theta"
     share_field: str = "partial_rotary_factor"

@@ -55,8 +55,8 @@ class LlamaConfig(ModelConfig):
     """Whether queries and keys are normalized over all heads; otherwise head by head."""
     norms: NormNames = NormNames()
     is_interleaved: bool = False
-    """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of each half
-    of the rotated dimensions."""
+    """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of the first
+    half of the rotated dimensions with dimension i of the second half."""
     has_fused_qkv: bool
     """Whether the checkpoint has queries, keys and values as one map."""
     has_fused_gate_up: bool
@@ -112,8 +112,8 @@ class _Window:
     has_switch: bool = False
     """Whether there is a window only if `use_sliding_window` is true."""
     period: int | None = None
-    """If config.json has no `layer_types`, each layer with this period sees all tokens, and all
-    other layers have the window; None: `layer_types` must be there, or a switch."""
+    """Applies if config.json has no `layer_types`: every `period`-th layer has no window, and all
+    other layers have the window. None: `layer_types` is required, unless `has_switch` is true."""
     period_field: str | None = None
     """The field that may set another period."""
 
@@ -130,7 +130,7 @@ class _Family:
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     reads_qk_norm: bool = False
-    """Whether `use_qk_norm` says whether queries and keys are normalized."""
+    """Whether queries and keys are normalized if the field `use_qk_norm` is true."""
     normalizes_heads_together: bool = False
     norms: NormNames = NormNames()
     is_interleaved: bool = False
@@ -159,7 +159,7 @@ class _Family:
     ties_embeddings: bool = False
     has_query_scalar: bool = False
     """Whether `query_pre_attn_scalar`, by default 256, replaces the head dim in the scale of
-    attention's scores, and `final_logit_softcapping` may cap logits."""
+    attention's scores. If so, `final_logit_softcapping` may cap logits."""
     caps_scores: bool = False
     """Whether `attn_logit_softcapping` may cap scores."""
     attention_softcap: float | None = None
@@ -388,7 +388,7 @@ def _softcap(fields: JsonFields, name: str, default: float | None) -> float | No
 
 
 def _ropes(fields: JsonFields, family: _Family) -> tuple[RopeConfig, RopeConfig | None]:
-    """Return the rotary embedding, and that of layers with a window if it is separate."""
+    """Return the rotary embedding, and the separate one of layers with a window, if any."""
     read_rope = partial(
         rope_from_fields,
         default_theta=family.rope_theta,

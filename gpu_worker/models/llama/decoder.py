@@ -51,9 +51,9 @@ class LlamaDecoder:
     windowed_cos_sin: torch.Tensor | None = None
     """The table for layers with a window; None: `cos_sin`."""
     half_by_half: torch.Tensor | None = None
-    """int64[D], or None. If the model's rotation pairs neighbouring dimensions, this order of
-    dimensions puts one of each pair into each half, because `rotary_store_kv` pairs dimension i of
-    both halves."""
+    """int64[D], or None. An order of a head's dimensions, for models whose rotation pairs
+    neighbouring dimensions: the first of each pair goes to the first half, and the second to the
+    second half, because `rotary_store_kv` pairs dimension i of both halves."""
     embedding_scale: float | None = None
     """Multiplies the embedding of a token; None: it is not scaled."""
     ranks: Ranks | None = None
@@ -214,7 +214,7 @@ class LlamaDecoder:
 
 
 def _norm_heads(heads: torch.Tensor, norm: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalize `[T, H, D]`: each head, or all heads together if the norm is that wide."""
+    """Normalize `[T, H, D]`: each head, or all heads together if `norm` is `[H * D]`."""
     num_norms = heads.shape[1] * heads.shape[2] // len(norm)
     together = heads.reshape(len(heads), num_norms, len(norm))
     return ops.rms_norm(together, norm, eps).view(heads.shape)
