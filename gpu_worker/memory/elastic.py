@@ -69,7 +69,7 @@ class ElasticMemory:
     def resize(self, num_bytes: int) -> None:
         """Resize to `num_bytes`, at least 1; new bytes are zero.
 
-        On a GPU, all work on the removed memory must have ended.
+        On a GPU, all work that uses the removed bytes must have ended.
 
         Raises:
             OutOfMemoryError: There is too little memory. Nothing has changed.
@@ -194,8 +194,8 @@ class CudaChunks:
     """GPU memory: `Chunks` over the driver's calls for virtual memory.
 
     To map a chunk, the driver creates its memory, maps it, makes it accessible and zeroes it. The
-    memory's handle is released at once, because the mapping keeps the memory; unmapping frees it.
-    The device's context must be current on every calling thread.
+    memory's handle is released at once; the memory stays allocated until the chunk is unmapped. The
+    device's context must be current on every calling thread.
     """
 
     def __init__(

@@ -14,7 +14,8 @@ _MODES: Final = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
     "pooling_mode_lasttoken": PoolingKind.LAST,
 }
-"""The kind of pooling for each field of sentence-transformers' `1_Pooling/config.json`."""
+"""The kind of pooling that each of these fields of sentence-transformers' `1_Pooling/config.json`
+selects."""
 _MODULES: Final = ("Transformer", "Pooling", "Normalize")
 
 
@@ -38,7 +39,7 @@ def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abil
 
 
 def _read_pooling(directory: Path, default: Pooling) -> Pooling:
-    """Read the pooling from sentence-transformers' files in the directory, if there are any."""
+    """Read the pooling from sentence-transformers' files; without such files, return `default`."""
     path = directory / "modules.json"
     if not path.is_file():
         return default

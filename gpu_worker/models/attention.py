@@ -55,12 +55,12 @@ class AttentionMetadata:
     adapters: LayerAdapters | None = None
     """LoRA adapters of the tokens; None if no token has one."""
     token_types: torch.Tensor | None = None
-    """int64[T]: 1 for tokens of the second text of a pair, else 0; None: all are 0."""
+    """int64[T]: 1 for tokens of the second text of a pair to score, else 0; None: all are 0."""
     by_group: tuple["AttentionMetadata", ...] = ()
     """The metadata of each KV group; empty if there is only one. Groups differ in slots and block
-    tables. A group with chunked attention, as in Llama 4, also differs in sequences: it counts the
-    tokens of a sequence that are in different attention chunks as separate sequences. This object
-    has the slots and tables of the first group."""
+    tables. In a group with chunked attention, as in Llama 4, the sequences differ, too: the tokens
+    of each attention chunk count as a separate sequence. This object has the slots and block tables
+    of the first group."""
     shared: SharedPrefixes | None = None
     """The prefixes that decodes share; None: each decode reads its whole context separately."""
     attend_between: AttendBetween | None = None
@@ -213,7 +213,7 @@ def attend(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend causally to each sequence; this step's K and V must already be stored.
+    """Attend causally within each sequence; this step's K and V must already be stored.
 
     Args:
         query: `[T, H, D]`, rotated.

@@ -61,7 +61,7 @@ def build_gated_mlp(
     bias: bool = False,
     gate: Gate = silu_gate,
 ) -> GatedMlp:
-    """Build this rank's share of a gated MLP; the caller sums the ranks' results.
+    """Build this rank's part of a gated MLP; the caller sums the ranks' results.
 
     Args:
         hidden: Hidden size, E.

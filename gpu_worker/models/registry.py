@@ -83,7 +83,7 @@ class ModelSource(Protocol):
 
         Args:
             dtype: The dtype of weights and activations.
-            device: Where to put them.
+            device: Where to put the model.
             progress: Called with the fraction of weights read, up to 1.
             ranks: The devices that share the model; None: this device only.
 

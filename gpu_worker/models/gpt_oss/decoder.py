@@ -70,7 +70,7 @@ def _experts(config: GptOssConfig, module: str, weights: Weights) -> FeedForward
 def _expert(
     config: GptOssConfig, module: str, number: int, gate: Gate, weights: Weights
 ) -> GatedMlp:
-    """Read this rank's part of one expert: a share of the intermediate features.
+    """Read this rank's part of one expert: some of the intermediate features.
 
     The checkpoint's `gate_up_proj` alternates outputs of gate and up.
     """
