@@ -28,7 +28,7 @@ class LowRankMap:
     """A: K to R; R is even."""
     up: Linear
     """B, scaled: R to N. In a fused map of q, k and v, each rank adds to the outputs of only one of
-    them."""
+    the three."""
     num_ranks: int
     """R."""
 

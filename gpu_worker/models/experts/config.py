@@ -1,6 +1,6 @@
 """Reads mixtures of experts from config.json. Needs no torch.
 
-The outputs of a token's experts are summed; an expert's *share* is the factor of its output.
+The outputs of a token's experts are added, each multiplied by the expert's *share*.
 """
 
 from dataclasses import dataclass, replace
@@ -13,11 +13,11 @@ from gpu_worker.weights.json_fields import JsonFields
 class Routing(Enum):
     """How experts are scored and chosen.
 
-    Experts may be in groups. A token's experts then come from the groups with the highest scores.
+    If experts are in groups, a token's experts come from the groups with the highest scores.
     """
 
     SOFTMAX = "softmax"
-    """An expert's score is its softmax; the score of a group is that of the group's best expert."""
+    """An expert's score is its softmax probability; a group's score is its best expert's score."""
     SIGMOID = "sigmoid"
     """As in DeepSeek V3: an expert's score is its sigmoid plus a bias; the score of a group is the
     sum of the scores of its two best experts."""

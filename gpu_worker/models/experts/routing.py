@@ -1,5 +1,7 @@
 """Chooses a token's experts, by softmax or sigmoid scores, in all groups or in the best ones.
 
+The outputs of a token's experts are added, each multiplied by the expert's *share*.
+
 Symbols: `T` tokens, `E` hidden size, `X` experts, `G` groups of experts, `N` experts per token.
 """
 
@@ -24,7 +26,7 @@ class Router:
     with softmax scores."""
 
     def __call__(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Choose N experts for each token; `x` has their hidden states, `[T, E]`.
+        """Choose N experts for each token; `x` has the tokens' hidden states, `[T, E]`.
 
         Returns:
             The shares of the chosen experts, float32 `[T, N]`, and their numbers, int64 `[T, N]`.
