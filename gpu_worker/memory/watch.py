@@ -37,7 +37,7 @@ class DeviceMemory:
 
     @property
     def available(self) -> int:
-        """Bytes that this process can still allocate; `split` of them are gaps between tensors."""
+        """Bytes that this process can still allocate, including gaps between tensors (`split`)."""
         return self.free + self.reserved - self.allocated
 
     @property

@@ -219,7 +219,7 @@ def attend(
         query: `[T, H, D]`, rotated.
         pool: Holds K and V.
         layer: The layer's index in the pool.
-        metadata: The batch.
+        metadata: Where K and V are stored, and the sequences of this step.
         scale: Multiplies the scores, usually `D ** -0.5`.
         window: Number of tokens that a token sees, itself included; None: all before it.
         softcap: Scores s become `softcap * tanh(s / softcap)`, after `scale`.

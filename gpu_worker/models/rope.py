@@ -65,9 +65,10 @@ class YarnScaling:
     """Multiplies the scores of multi-head latent attention; other kinds of attention ignore it. It
     is computed from `mscale_all_dim`."""
     beta_fast: float
-    """Frequencies with more turns than this in `original_max_position_embeddings` are kept."""
+    """Frequencies that make more turns than this within `original_max_position_embeddings` tokens
+    are kept."""
     beta_slow: float
-    """Frequencies with fewer turns than this are divided by `factor`."""
+    """Frequencies that make fewer turns than this are divided by `factor`."""
     is_truncated: bool
     """Whether the ends of the ramp are rounded to whole dimensions."""
     original_max_position_embeddings: int

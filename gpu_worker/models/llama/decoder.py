@@ -73,7 +73,7 @@ class LlamaDecoder:
             positions: int64[T], each token's index in its sequence, in [0, max_model_len); for
                 padding, any value in that range.
             pool: Holds the K and V of all earlier tokens.
-            metadata: The batch.
+            metadata: Where K and V are stored, and the sequences of this step.
 
         Returns:
             The final, normalized hidden states of `metadata.wanted`, `[N, E]`. A stage before the
