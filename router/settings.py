@@ -21,7 +21,7 @@ from rpc.security.tls import ClientTls, check_certificate
 from rpc.settings import ModelName, Port, PositiveInt, ProcessSettings, split_at_commas
 
 _CELL: Final = re.compile(r"(?P<name>[^=]+)=(?P<model>.+)@(?P<schedulers>[^@]+)")
-"""The last @ separates the model from the schedulers."""
+"""One model of --cell. The last @ separates the model from the schedulers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,10 +57,10 @@ class RouterSettings(ProcessSettings):
     name that requests use; MODEL and SCHEDULER are as in --model and --scheduler. May be repeated.
     A request that names no model goes to the model of --model (docs/operations.md)."""
     on_demand: PositiveInt | None = None
-    """Maximum number of models that are loaded at once. If a request needs another model, this
-    model replaces the least recently used one. Requests for the replaced model wait until it is
-    loaded again. Start the workers with --unloaded, and start only one router. Unset: only
-    operators load models."""
+    """Maximum number of models that are loaded at once. If this many are loaded and a request needs
+    a further model, the router first unloads the least recently used one. Later requests for the
+    unloaded model wait until it is loaded again. Start the workers with --unloaded, and start only
+    one router. Unset: only operators load models."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """With --on-demand, the minimum time in seconds for which a model stays loaded, even if
     requests need other models."""
@@ -83,14 +83,14 @@ class RouterSettings(ProcessSettings):
     """Whether to serve the engine contract of the Shepherd Model Gateway by gRPC:
     `vllm.grpc.engine.VllmEngine` (docs/fleet.md)."""
     openengine: bool = False
-    """Whether to serve `openengine.v1` by gRPC, the experimental contract of the OpenEngine
-    project, as of its release v0.1.0 (docs/fleet.md)."""
+    """Whether to serve `openengine.v1`, the experimental gRPC contract of the OpenEngine project as
+    of its release v0.1.0 (docs/fleet.md)."""
     shared_http_port: Annotated[int, Field(ge=1, le=65535)] | None = None
     """An additional HTTP port that several routers on one machine share; they then also share
     --grpc-port. Each router gets some of the connections, and needs its own --http-port."""
     scheduler_tls_cert: Path | None = None
-    """PEM file with the certificate that the router shows to schedulers. Unset: --tls-cert. Set it
-    if --tls-cert is a public certificate."""
+    """PEM file with the certificate that the router shows to schedulers. Unset: --tls-cert. Set
+    this flag if --tls-cert is a public certificate."""
     scheduler_tls_key: Path | None = None
     """PEM file with the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
@@ -107,14 +107,14 @@ class RouterSettings(ProcessSettings):
     proxy in front of the router. A router checks this header only if it has neither API keys nor
     TLS (docs/security.md). localhost, loopback addresses and --host are always allowed."""
     allowed_origins: Annotated[tuple[str, ...], NoDecode] = ()
-    """Origins, separated by commas, whose web pages may call a router that has no API keys, such as
-    https://example.com. The router's own web page may always call it."""
+    """Origins such as https://example.com, separated by commas, whose web pages may call a router
+    that has no API keys. The router's own web page may always call the router."""
     tool_parser: str = ""
     """The syntax of the model's tool calls: a family (docs/clients.md), none, or your class as
-    package.module:Class; empty: detected from its chat template."""
+    package.module:Class; empty: detected from the model's chat template."""
     reasoning_parser: str = ""
     """The syntax of the model's thinking: a family (docs/clients.md), none, or your `Thinking`
-    object as package.module:NAME; empty: detected from its chat template."""
+    object as package.module:NAME; empty: detected from the model's chat template."""
     trust_request_chat_template: bool = False
     """Whether chats may set chat_template. Such a template runs in a sandbox, but without a time
     limit."""
@@ -146,7 +146,8 @@ class RouterSettings(ProcessSettings):
     """Which share of the requests without a traceparent is traced (with --otlp-traces-endpoint)."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     """How many new tokens of an output are sent together, unless the request sets stream_interval.
-    Fewer and larger events cost less. The first token and the last tokens do not wait."""
+    Fewer and larger events cost less. An output's first token and its last tokens are sent at
+    once."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 

@@ -2,12 +2,14 @@
 
 The method is consistent hashing with bounded loads (Mirrokni, Thorup, Zadimoghaddam, SODA 2018).
 For each prompt, the schedulers are ranked by a hash of the prompt's first tokens, the request's
-cache salt and the scheduler's name. So all routers rank the schedulers alike. The prompt goes to
-the first scheduler that stays within 1.25 times its share of all sequences. So prompts with the
-same beginning go to the same scheduler, which has the beginning in its prefix cache. If that
-scheduler is too busy, all these prompts go to the same next one. When a scheduler is added or
-removed, only its own share of the prompts moves. A scheduler with a full queue is skipped while
-another scheduler has room.
+cache salt and the scheduler's name. So all routers rank the schedulers alike, and prompts with the
+same beginning go to the same scheduler, which has the beginning in its prefix cache.
+
+A scheduler is too busy for a request if, with the request, the scheduler would have more than 1.25
+times as many sequences per worker as the average worker. A prompt goes to the first scheduler of
+its ranking that is not too busy. So prompts with the same beginning also have the same second
+choice. When a scheduler is added or removed, only those prompts move whose ranking begins with this
+scheduler. A scheduler with a full queue is skipped while another scheduler has room.
 """
 
 import asyncio
@@ -22,10 +24,11 @@ from router.live.live_request import LiveRequest
 from router.schedulers.link import SchedulerLink
 
 PREFIX_TOKENS: Final = 64
-"""How many tokens of a prompt are hashed; a few KV blocks."""
+"""How many tokens at the beginning of a prompt are hashed; they fill a few KV blocks."""
 _SLACK: Final = 1.25
 _MIN_SEQS: Final = 4
-"""A scheduler with at most this many sequences per worker never counts as too busy."""
+"""A scheduler with at most this many sequences per worker, including those of the new request,
+never counts as too busy."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,16 +41,17 @@ class Candidate:
     num_workers: int = 1
     """The number of the scheduler's workers, at least 1."""
     room: int | None = None
-    """The last known room in the scheduler's queue, in sequences; None: no limit reported."""
+    """How many more sequences the scheduler's queue accepts, as the scheduler last reported; None:
+    the scheduler has reported no limit."""
 
 
 def has_room(room: int | None, n: int) -> bool:
-    """Whether a queue with this room accepts `n` more sequences; None: no limit."""
+    """Whether a queue that has room for `room` more sequences accepts `n` more; None: no limit."""
     return room is None or room >= n
 
 
 def choose(prompt: Sequence[int], salt: str, n: int, candidates: Sequence[Candidate]) -> int:
-    """Return the index of the candidate for a request with `n` sequences."""
+    """Return the index in `candidates` of the scheduler that gets a request of `n` sequences."""
     if len(candidates) == 1:
         return 0
     num_workers = sum(each.num_workers for each in candidates)
@@ -88,7 +92,7 @@ class _LastLoad:
 
 
 class SchedulerPlacement:
-    """Chooses a link for each request; `watch` polls the loads that the choice depends on."""
+    """Chooses a scheduler for each request; `watch` polls the loads that the choice depends on."""
 
     def __init__(self) -> None:
         self._last_loads: dict[SchedulerLink, _LastLoad] = {}
@@ -105,7 +109,7 @@ class SchedulerPlacement:
         self._last_loads.pop(link, None)
 
     def choose(self, live: LiveRequest, links: Sequence[SchedulerLink]) -> SchedulerLink:
-        """Return the link, among `links`, that gets a request; `links` must not be empty."""
+        """Return the link to the scheduler that gets a request; `links` must not be empty."""
         adapter = live.record.sampling.adapter
         # If no scheduler has the adapter, any of them will refuse the request
         if adapter is not None:

@@ -54,8 +54,8 @@ class Schedulers:
     ) -> None:
         """`health` is ready while at least one connected scheduler does not hang.
 
-        When a scheduler connects, its model's tokenizer is selected in `tokenizers`. A model whose
-        vocabulary is smaller than its tokenizer's cannot be served.
+        When a scheduler connects, its model's tokenizer becomes the current one of `tokenizers`. A
+        model whose vocabulary is smaller than its tokenizer's cannot be served.
         """
         self._discovery = discovery
         self._config = config
@@ -75,7 +75,7 @@ class Schedulers:
 
     @property
     def num_live_seqs(self) -> int:
-        """The number of this router's sequences that run, or wait for a scheduler or a model."""
+        """The number of this router's sequences that have not ended, whether they run or wait."""
         return sum(len(link.table) for link in self._links)
 
     @property
@@ -90,7 +90,8 @@ class Schedulers:
         """The model that the schedulers serve, or served last.
 
         If the schedulers' length limits differ, the model has the smallest. None before a scheduler
-        has connected, and if the scheduler's model does not fit the tokenizer.
+        has connected, and after the router has refused the only scheduler, whose model does not fit
+        the tokenizer.
         """
         return self._model
 
@@ -107,9 +108,9 @@ class Schedulers:
     def check_room(self, n: int) -> None:
         """Check that a scheduler has reported enough room in its queue for `n` more sequences.
 
-        This check comes before the prompt is tokenized, so it saves the work for most requests
-        that the scheduler would refuse. Raises InvalidArgumentError if no queue is ever long
-        enough, and TooBusyError if no queue has enough room now.
+        The check comes before the prompt is tokenized, so the router rarely tokenizes a prompt that
+        no scheduler accepts. Raises InvalidArgumentError if no queue is ever long enough, and
+        TooBusyError if no queue has enough room now.
         """
         limits = [link.max_waiting for link in self._connected]
         if limits and all(most is not None and n > most for most in limits):
@@ -125,10 +126,10 @@ class Schedulers:
             )
 
     async def check_capacity(self, num_seqs: int) -> None:
-        """Check that `num_seqs` sequences could be live at once without any other load.
+        """Check that `num_seqs` sequences could be live at once if there were no other sequences.
 
-        Raises InvalidArgumentError if they could not, and UnavailableError if there is no
-        scheduler.
+        Raises InvalidArgumentError if the schedulers could not hold so many sequences, or if no
+        scheduler is connected, and UnavailableError if a scheduler does not answer.
         """
         links = [(link, link.max_waiting or 0) for link in self._connected]
         # If the queue of one worker is long enough, do not ask for the loads.
@@ -280,7 +281,8 @@ class Schedulers:
     async def run(self) -> None:
         """Keep a stream to each scheduler until cancelled.
 
-        If a bug raises an error, all live requests end with an error before `run` raises it.
+        If a bug raises an exception, all live requests end with an error before `run` raises the
+        exception.
         """
         self._update_health()
         watch = asyncio.create_task(
@@ -362,10 +364,10 @@ class Schedulers:
     def changed(self, link: SchedulerLink) -> None:
         """Handle a change of a link, such as the loss or the hang of its scheduler.
 
-        If the scheduler hangs or was lost, links without a scheduler retry sooner, because a
-        standby may replace it. The requests of a lost scheduler move only after `_RETURN_S`,
-        because the scheduler may return, and its workers still have the KV. If another scheduler
-        has taken over these workers, the requests move at once.
+        If the scheduler hangs or was lost, links that are not connected retry sooner, because a
+        standby may replace the scheduler. The requests of a lost scheduler move only after
+        `_RETURN_S`, because the scheduler may return, and its workers still have the KV. If another
+        scheduler has taken over these workers, the requests move at once.
         """
         if link.hang is not None or not (link.is_connected or link.is_starting):
             for other in self._links:
@@ -378,13 +380,13 @@ class Schedulers:
         self._update_health()
 
     def model_changed(self) -> None:
-        """Combine the schedulers' limits and adapters again."""
+        """Update `model` after the limits or adapters of a scheduler's model have changed."""
         self._model_changed.set()
         if self._model is not None:
             self._model = together(link.model for link in self._connected)
 
     def refused(self, link: SchedulerLink, live: LiveRequest) -> bool:
-        """Submit a refused request to another scheduler; return False if no scheduler has room.
+        """Submit a refused request to another scheduler; return False if no other one has room.
 
         A scheduler that has refused the request does not get it again.
         """
@@ -413,7 +415,10 @@ class Schedulers:
     def _move_all(
         self, link: SchedulerLink, targets: Sequence[SchedulerLink] | None = None
     ) -> None:
-        """Move the live requests of a lost scheduler to connected schedulers, if there are any."""
+        """Move a lost scheduler's live requests to `targets`; None: to all connected schedulers.
+
+        Does nothing if the lost scheduler is connected again, or if there are no `targets`.
+        """
         targets = self._connected if targets is None else targets
         if link.is_connected or not targets:
             return  # the scheduler has returned, or no other one is connected

@@ -1,4 +1,4 @@
-"""Clients' calls that resume a request, and wait until the scheduler sends the request."""
+"""Lets a client's call that resumes a request wait until the scheduler sends the request."""
 
 import asyncio
 from collections.abc import Callable
@@ -13,13 +13,13 @@ StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
 
 
 class ResumingCalls:
-    """The waiting calls, by the first sequence key of each request."""
+    """The calls that wait, by the first sequence key of the request that each call resumes."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
 
     async def wait(self, first_seq_key: int, start: StartResumed) -> LiveRequest:
-        """Wait until `answer` makes the request, and return it; raises the error of `fail`."""
+        """Wait for the live request that `answer` makes; raises the error passed to `fail`."""
         answer: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
         self._calls[first_seq_key] = start, answer
         try:
@@ -35,7 +35,10 @@ class ResumingCalls:
     def answer(
         self, resumption: Resumption, replay: Callable[[LiveRequest], None]
     ) -> LiveRequest | None:
-        """Start the request and let `replay` push its past events; return None if no call waits.
+        """Make the live request for the call that waits for it; return None if no call waits.
+
+        The `start` of the waiting call makes the request, and `replay` pushes the request's past
+        events.
 
         Errors of `start` and `replay` are raised both by this method and by the waiting `wait`.
         """
@@ -52,7 +55,7 @@ class ResumingCalls:
         return live
 
     def fail(self, first_seq_key: int, error: QuireError) -> bool:
-        """Let the call fail with an error; return False if no call waits for this key."""
+        """Let the call that waits for this key fail with `error`; return False if none waits."""
         _, answer = self._calls.pop(first_seq_key, (None, None))
         if answer is not None and not answer.done():
             answer.set_exception(error)

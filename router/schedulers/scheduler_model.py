@@ -16,7 +16,7 @@ def can_continue(model: ModelInfo, earlier: ModelInfo) -> bool:
 
 
 def can_share(model: ModelInfo, other: ModelInfo) -> bool:
-    """Whether schedulers with these models can share requests."""
+    """Whether a request can go to either of two schedulers that have these models."""
     one, two = (replace(each, max_model_len=0, adapters=()) for each in (model, other))
     name_to_digest = {each.name: each.digest for each in model.adapters}
     return one == two and all(
@@ -30,7 +30,7 @@ def misfit_of(
     num_token_ids: int,
     others: Iterable[ModelInfo | None],
 ) -> str | None:
-    """Return why the router cannot serve the model of the scheduler at `target`, else None.
+    """Return why the router cannot serve `model` of the scheduler at `target`; None: it can.
 
     `num_token_ids` is the size of the tokenizer's vocabulary; `others` are the known models of the
     other schedulers.

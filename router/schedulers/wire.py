@@ -68,7 +68,8 @@ _CODE_TO_ERROR: Final[dict[int, type[QuireError]]] = {
 def submit_to_proto(live: LiveRequest, now: float) -> scheduler_pb2.ConnectRequest:
     """Make the message that submits a request with its outputs so far.
 
-    `now` is on the event loop's clock; the scheduler gets the time left until the deadline.
+    `now` is the time of the event loop's clock. The message says how much time is left until the
+    request's deadline.
     """
     record = live.record
     so_far = [

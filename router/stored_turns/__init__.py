@@ -1,1 +1,1 @@
-"""Turns: stored calls, which are completed even if all processes die before that."""
+"""Turns: stored calls, which the service completes even if all its processes die and restart."""

@@ -31,7 +31,7 @@ class Cursor(Protocol):
 
 
 class DatabaseConnection(Protocol):
-    """One connection; its methods run in the database's thread."""
+    """One connection to a database; its methods run in the thread of a `Database`."""
 
     skips_locked: str
     """The clause with which a SELECT skips rows that other transactions have locked."""
@@ -107,7 +107,7 @@ class SqliteConnection:
             raise StoreError(f"turns cannot be stored in {path}: {error}") from error
 
     def transaction(self, work: Callable[[Cursor], T]) -> T:
-        """Run `work` in one transaction; other processes wait for it."""
+        """Run `work` in one transaction; other processes wait until the transaction ends."""
         try:
             cursor = self._connection.execute("BEGIN IMMEDIATE")
             try:
@@ -276,7 +276,8 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
 
 Released statements never change.
 
-Both databases accept these statements: SQLite accepts any type name and stores bytes unchanged.
+SQLite and PostgreSQL both accept these statements, although the types are those of PostgreSQL:
+SQLite accepts any type name and stores bytes unchanged.
 """
 
 

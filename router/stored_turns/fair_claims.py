@@ -1,4 +1,7 @@
-"""Chooses which turns a router claims, so that tenants share the router; `store.py` claims them."""
+"""Chooses which turns a router claims: turns without an owner, which the router then takes over.
+
+The choice is fair to all tenants. `TurnStore.claim` makes the router the owner of the chosen turns.
+"""
 
 from collections import Counter, defaultdict, deque
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
@@ -48,16 +51,16 @@ class Shares:
     """What decides which tenants' turns a claim takes first."""
 
     num_running: Mapping[str, int]
-    """Number of running turns of groups, by tenant."""
+    """Number of running turns that belong to groups, by tenant."""
     last_tenant: str = ""
-    """The tenant that was served last; if a claim found no turns, the tenant at which it
-    stopped."""
+    """The tenant of the turn that was claimed last; if the last claim found no turns, the tenant of
+    the last queue that the claim looked at."""
 
 
 def find_single(
     cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models
 ) -> list[Waiting]:
-    """Return at most `limit` turns without an owner and without a group, in order."""
+    """Return at most `limit` ownerless turns that have no group, in the order of `Waiting`."""
     chosen = ""
     if models.names:
         places = ", ".join("?" * len(models.names))
@@ -73,7 +76,7 @@ def find_single(
 def find_grouped(
     cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models, shares: Shares
 ) -> tuple[list[Waiting], str]:
-    """Return at most `limit` ownerless turns of groups, and `last_tenant` for the next claim.
+    """Return at most `limit` ownerless turns of groups, and the next claim's `Shares.last_tenant`.
 
     An index keeps the turns of each tenant and model in order, as a queue. So a claim reads only
     the first turns of each queue.
@@ -138,9 +141,9 @@ def _share(
 ) -> Iterator[tuple[str, Waiting]]:
     """Yield at most `limit` turns, each with its tenant, in the order in which to claim them.
 
-    A turn of higher priority always comes first. Among turns of equal priority, the next is one of
-    the tenant with the fewest running turns. If several tenants have equally few, the next tenant
-    by name after the one served last has its turn.
+    A turn of higher priority always comes first. Among turns of equal priority, the next one
+    belongs to the tenant with the fewest running turns. If several tenants have equally few, the
+    next turn belongs to the tenant whose name follows that of the tenant served last.
     """
     num_running, last = Counter(shares.num_running), shares.last_tenant
     for _ in range(limit):

@@ -1,4 +1,4 @@
-"""A turn that this router computes: collects its output for readers and for the store."""
+"""A turn that this router computes, with its output for readers and for the store."""
 
 import asyncio
 import contextlib
@@ -79,7 +79,10 @@ class _OutputTokens:
 
 
 class RunningTurn:
-    """Collects a turn's events. Readers get the end once it is stored, or once storing failed."""
+    """Collects the events of a turn.
+
+    Readers get the turn's end once the end is stored, or once the store has failed.
+    """
 
     def __init__(self, turn: Turn, kept: Iterable[Event] = ()) -> None:
         """`kept` are the events that are already stored."""
@@ -180,7 +183,11 @@ class RunningTurn:
     # --- for the store --------------------------------------------------------------------------
 
     def progress(self) -> tuple[TurnProgress, Seen]:
-        """Return what the store lacks, and what it will have once that part is written."""
+        """Return the part of the turn that the store lacks.
+
+        Also returns how much of the turn the store will have once this part is written. The caller
+        then passes both results to `kept`.
+        """
         after = Seen(self._kept.tokens.copy(), None if self._end is None else self._end.at)
         events = list(after.new_of(self._deltas(self._kept)))
         if self._end is not None:
@@ -231,7 +238,7 @@ class RunningTurn:
             self.num_readers -= 1
 
     def _deltas(self, seen: Seen | None = None) -> list[Event]:
-        """Return one delta for each output with tokens that `seen` lacks."""
+        """Return one delta for each output that has tokens beyond those in `seen`."""
         starts = {} if seen is None else seen.tokens
         return [
             output.since(index, start)

@@ -43,10 +43,10 @@ class TurnProgress:
 
     turn_id: str
     first_number: int
-    """The number of the first event in `events`, which is the count of events stored before."""
+    """The number of the first of `events`; equals the number of the turn's stored events."""
     events: Sequence[Event] = ()
     record: bytes | None = None
-    """The turn's replay record; None: the turn was not submitted yet, or its record is stored."""
+    """See `Turn.record`; None: the turn was not submitted yet, or the record is already stored."""
     end: TurnEnd | None = None
 
 
@@ -60,12 +60,12 @@ class TurnChanges:
     released: list[str] = field(default_factory=list)
     """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
-    """Usage of requests that are not turns, and its number; see `add_once`."""
+    """A numbered part of the usage of requests that are not turns; see `add_once`."""
 
 
 OF_GROUP: Final = "group_id = ? AND group_id <> ''"
-"""The condition for a group's turns. It repeats the index's own condition, because otherwise SQLite
-would not use the index."""
+"""The condition for a group's turns. It repeats the condition of the index `turns_group`, because
+otherwise SQLite would not use this index."""
 NO_TURNS: Final[Mapping[str, int]] = {}
 
 
@@ -85,8 +85,8 @@ class TurnStore:
         """Write changes atomically, and renew the leases of this router's turns.
 
         Returns the ids of all turns of this router. Turns of `changes.accepted` and
-        `changes.progress` whose ids are missing were not written: their key was taken, another
-        router owns them, or they were deleted.
+        `changes.progress` whose ids are missing were not written: another turn has the same
+        idempotency key, another router owns them, or they were deleted.
         """
         return await self.database.run(lambda cursor, db: self._write(cursor, db, changes))
 
@@ -271,7 +271,10 @@ class TurnStore:
         return await self.database.run(work)
 
     async def delete(self, tenant: str, turn_id: str) -> bool:
-        """Delete a turn; return whether it existed. Its owner notices within a second or two."""
+        """Delete a turn; return whether it existed.
+
+        The router that owns the turn notices the deletion within a second or two.
+        """
 
         def work(cursor: Cursor, _: DatabaseConnection) -> bool:
             cursor.execute("DELETE FROM turns WHERE tenant = ? AND id = ?", (tenant, turn_id))
@@ -286,7 +289,7 @@ class TurnStore:
         return await self.database.run(lambda cursor, _: read_counts(cursor, group))
 
     async def is_group_live(self, group: str) -> bool:
-        """Return whether a turn of a group has not ended."""
+        """Return whether at least one turn of a group has not ended."""
 
         def work(cursor: Cursor, _: DatabaseConnection) -> bool:
             cursor.execute(

@@ -34,7 +34,7 @@ class Turn:
     kind: str
     """The API of the call, such as "response"; see `TurnKind`."""
     body: bytes
-    """The client's request, as JSON of that API."""
+    """The client's request, as JSON of the call's API."""
     created_at: float
     """Unix time, like all times of a turn."""
     key_name: str = ""
@@ -53,7 +53,8 @@ class Turn:
     """A hash of the request, to detect a different request with the same key."""
     status: TurnStatus = TurnStatus.QUEUED
     record: bytes | None = None
-    """The replay record, as `record_to_bytes` writes it; None: the turn was never submitted."""
+    """What `record_to_bytes` makes of the turn's request, so that any router can submit the request
+    again; None: the turn was never submitted."""
     result: bytes | None = None
     """The answer, as JSON of the API; None until the turn has ended."""
     ended_at: float | None = None

@@ -52,8 +52,9 @@ _MAX_RUNNING: Final = 256
 """A router takes over ownerless turns of a model while it runs fewer than this many turns of that
 model."""
 _MAX_GROUPED: Final = 32
-"""The same limit for turns of groups, such as lines of batches. The limit is low, to favour clients
-that wait for an answer."""
+"""A router takes over ownerless turns of groups, such as lines of batches, while it runs fewer than
+this many turns of groups of the same model. The limit is low, to favour clients that wait for an
+answer."""
 _MAX_FAILURES: Final = 3
 """After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1
@@ -66,9 +67,10 @@ class TurnKind(Protocol):
     """An API's methods for its turns."""
 
     async def answer(self, turn: Turn) -> TurnAnswer | None:
-        """Compute the whole answer of a turn, such as a batch's line for embeddings.
+        """Compute the answer of a turn that has no tokens, such as a batch's line for embeddings.
 
-        Returns None for other turns, whose `request` is then submitted. May raise QuireError.
+        Returns None for a turn that has tokens; the caller then submits the result of `request`.
+        May raise QuireError.
         """
 
     async def request(self, turn: Turn) -> GenerateRequest:
@@ -116,7 +118,7 @@ class Turns:
         self._is_failing = False
         self._pacing = asyncio.Lock()
         self._has_ended_grouped = False
-        """Whether a turn of a group has ended since the last time turns were taken over."""
+        """Whether a turn of a group has ended since `run` last took over turns."""
 
     def serve(self, name: str, kind: TurnKind) -> None:
         """Register a kind of turn."""
@@ -125,12 +127,12 @@ class Turns:
     # --- for the APIs ---------------------------------------------------------------------------
 
     async def accept(self, turn: Turn, request: GenerateRequest) -> Turn:
-        """Submit a turn's request, and store the turn; from then on it will be completed.
+        """Submit a turn's request, and store the turn; the service completes every stored turn.
 
         Returns the turn, or an earlier turn with the same idempotency key.
 
         Raises:
-            AlreadyExistsError: Another request has the idempotency key.
+            AlreadyExistsError: Another request has the turn's idempotency key.
             StoreError: The turn cannot be stored, and will not be computed.
             QuireError: An error of `Inference.generate`.
         """
@@ -187,7 +189,7 @@ class Turns:
         return turn
 
     async def read(self, turn: Turn, seen: Seen) -> AsyncGenerator[Event, None]:
-        """Yield the events of a turn that a reader lacks, until the end.
+        """Yield a turn's events that a reader lacks, until the end of the turn.
 
         The turn may be computed by any router.
         """
@@ -316,7 +318,7 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _pace(self, turn: Turn) -> None:
-        """Wait, so that at most one turn of a group proceeds in each round of the event loop.
+        """Wait, so that of all turns with a group only one proceeds per round of the event loop.
 
         Many lines of a batch end in the same step. If they all proceeded at once, they would delay
         the tokens of waiting clients.
@@ -338,7 +340,7 @@ class Turns:
         return live
 
     async def _end_of(self, running: RunningTurn) -> TurnEnd:
-        """Return a turn's end, with an answer; if no answer can be made, it tells the failure.
+        """Return a turn's end with its answer, or with an error if the answer can never be made.
 
         Raises:
             TooBusyError: The answer cannot be made now; a retry may succeed.
@@ -463,7 +465,7 @@ class Turns:
         losing.add_done_callback(self._losing.discard)
 
     async def _unpin_if_deleted(self, running: RunningTurn) -> None:
-        """If another router has deleted a lost turn, drop the pins that the turn has set since."""
+        """If another router has deleted a turn, drop pins that the turn set after the deletion."""
         if running.task is not None:
             await asyncio.wait([running.task])
         with contextlib.suppress(StoreError):
@@ -480,7 +482,7 @@ class Turns:
                 await self._take_up_for(cell, only_groups=only_groups)
 
     async def _take_up_for(self, cell: Inference, *, only_groups: bool) -> None:
-        """Take over turns of one model; the limits apply to each model separately."""
+        """Take over turns of one cell; `_MAX_RUNNING` and `_MAX_GROUPED` are limits per cell."""
         own = [each.turn for each in self._running.values() if self._is_for(cell, each.turn)]
         grouped = Counter(turn.tenant for turn in own if turn.group)
         room = 0 if only_groups else max(0, _MAX_RUNNING - len(own) + grouped.total())
@@ -527,7 +529,7 @@ class Turns:
         await self._release([each for each in self._running.values() if not each.num_readers])
 
     async def close(self) -> None:
-        """Release all turns, so that other routers or the next start can take them over.
+        """Release all turns, so that any router can take them over, even this one after a restart.
 
         Called after `run` has ended.
         """

@@ -62,7 +62,7 @@ def add_once(cursor: Cursor, now: float, writer: str, number: int, rows: UsageRo
 
 
 def sweep_usage(cursor: Cursor, now: float, retention_s: float) -> None:
-    """Delete usage older than `retention_s`, and the numbers of routers that no longer write."""
+    """Delete usage older than `retention_s`, and part numbers of routers that no longer write."""
     cursor.execute("DELETE FROM usage WHERE hour < ?", (hour_of(now - retention_s),))
     cursor.execute("DELETE FROM usage_writers WHERE at < ?", (now - _WRITER_S,))
 
@@ -70,7 +70,7 @@ def sweep_usage(cursor: Cursor, now: float, retention_s: float) -> None:
 async def read_usage(
     database: Database, since: float, until: float | None, by: Sequence[str]
 ) -> Sequence[UsageRow]:
-    """Return the usage of the hours that begin in [since, until), one row for each group.
+    """Return the usage of the hours that begin in [since, until), summed by the groupings `by`.
 
     `since` is rounded down to the hour.
 

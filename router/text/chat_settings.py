@@ -25,8 +25,8 @@ class ChatSettings:
         """Compile a request's template, which runs in a sandbox, but without a time limit.
 
         Raises:
-            InvalidArgumentError: The service does not trust requests' templates, or this template
-                is malformed or too long.
+            InvalidArgumentError: The service does not trust requests' templates, or the template
+                `source` is malformed or too long.
         """
         if not self.trust_request_chat_template:
             raise InvalidArgumentError(

@@ -6,7 +6,7 @@ from router.text.token_bytes import TokenTable
 
 
 class Detokenizer:
-    """Decodes one output token by token, without splitting characters.
+    """Decodes an output, one token at a time, without splitting characters.
 
     A token adds bytes (see `TokenTable`), which are decoded incrementally as UTF-8. So the cost of
     a token does not depend on the output's length, and at most three bytes are held back. All
@@ -42,5 +42,5 @@ class Detokenizer:
         return text
 
     def flush(self) -> str:
-        """Return the rest of the text: U+FFFD if it ends within a character, else ""."""
+        """Return the rest of the text: U+FFFD if the output ends within a character, else ""."""
         return self._utf8.decode(b"", final=True)

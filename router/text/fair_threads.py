@@ -40,7 +40,7 @@ class TextThreads:
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, unless the caller is cancelled before `work` starts.
 
-        Raises `TooBusyError` if there are more than `max_pending` tasks, and this one is lost.
+        Raises `TooBusyError` if this task is lost because more than `max_pending` wait or run.
         """
         tenant = tenant_of_call()
         lost: Future[Any] | None = None
@@ -75,7 +75,8 @@ class TextThreads:
     def _take_newest_of_another(self, tenant: str) -> "Future[Any] | None":
         """Remove and return the newest waiting task of the tenant that has the most waiting tasks.
 
-        Returns None if that tenant has no more of them than `tenant` will have with its new task.
+        Returns None if that tenant has no more waiting tasks than `tenant`, whose new task counts,
+        too.
         """
         num_own = len(self._tenant_to_tasks.get(tenant, ())) + 1
         while True:

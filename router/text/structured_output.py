@@ -42,8 +42,8 @@ _JSON: Final = json.JSONDecoder()
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
     """Convert a schema, regex or other form of structured output to a grammar.
 
-    This may take up to a second in extreme cases. `before` has grammar rules for the part of an
-    output before the structured part, such as thinking; one rule is named `before`.
+    The conversion may take up to a second in extreme cases. `before` has grammar rules for the part
+    of an output before the structured part, such as thinking; one rule is named `before`.
 
     Raises:
         InvalidArgumentError: `structured` is too large, malformed, or uses an unsupported feature.
@@ -183,11 +183,12 @@ def _json_grammar(schema: str, field: str) -> str:
 # --- multiples ------------------------------------------------------------------------------------
 
 _MAX_REMAINDERS: Final = 2**15
-"""Limit on the remainders that a worker enumerates when it compiles a grammar. None of llguidance's
-own limits counts them. Their estimated number is the number of `multipleOf` in the grammar, times
-the least common multiple of the values of `_multiples`. To enumerate 100,003 remainders took 0.1 to
-0.3 s, and 1,000,003 took 4 s. A grammar of 10 alternatives, each with a `multipleOf` of about
-1,000, was not compiled after a minute."""
+"""Limit on the division remainders that a worker enumerates when it compiles a grammar with
+`multipleOf`. None of llguidance's own limits counts remainders. Quire estimates their number: the
+number of `multipleOf` in the grammar, times the least common multiple of the values that
+`_multiples` yields. To enumerate 100,003 remainders took 0.1 to 0.3 s, and 1,000,003 took 4 s. A
+grammar of 10 alternatives, each with a `multipleOf` of about 1,000, was not compiled after a
+minute."""
 
 
 def _check_multiples(schemas: Iterable[object], field: str) -> None:
@@ -203,7 +204,7 @@ def _check_multiples(schemas: Iterable[object], field: str) -> None:
 
 
 def _multiples(schemas: Iterable[object]) -> Iterator[int]:
-    """Yield the digits of each `multipleOf` in schemas: 25 for 0.25, and 36 for 3600."""
+    """Yield each `multipleOf` without decimal point or trailing zeros: 25 for 0.25, 36 for 3600."""
     pending = [*schemas]
     while pending:
         value = pending.pop()
@@ -222,7 +223,7 @@ def _multiples(schemas: Iterable[object]) -> Iterator[int]:
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the same value as the schema that contains them."""
 _NOT_INSIDE: Final = frozenset({*_SAME_VALUE, "$defs", "definitions"})
-"""Keywords whose subschemas do not describe a part of the value, such as an item."""
+"""Keywords whose subschemas do not describe an item or another part of the value."""
 _MAX_EXCERPT_CHARS: Final = 80
 _MAX_JOINED_PATTERNS: Final = 8
 """Limit on the patterns that one string must match. llguidance's time doubles with each pattern: 12
@@ -232,10 +233,10 @@ patterns `a.{N}b` take 12 ms, 16 take 0.2 to 0.6 s, and 18 take 2 to 4 s."""
 def check_refs(root: object, field: str) -> None:
     """Check the `$ref` and the patterns of a schema; may raise InvalidArgumentError.
 
-    A `$ref` must not lead back to itself without descending to a property or an item, and a string
-    must not have to match too many patterns. Every `$ref` must be a JSON pointer into the whole
-    schema, `root`, so that this function can follow it. llguidance reports a `$ref` that resolves
-    to nothing.
+    A `$ref` must not lead back to itself without descending to a property or an item. A string must
+    not have to match more than `_MAX_JOINED_PATTERNS` patterns. Every `$ref` must be a JSON pointer
+    into the whole schema, `root`, so that this function can follow it. llguidance reports a `$ref`
+    that resolves to nothing.
     """
     id_to_ids: dict[int, list[int]] = {}
     id_to_ref: dict[int, str] = {}
@@ -291,7 +292,7 @@ def _num_joined(schema: object, root: object, id_to_num: dict[int, int]) -> int:
 
     Of several alternatives only the one with the most patterns counts, and of an object or list
     only the part with the most. `id_to_num` has the results so far. A `$ref` to a schema that
-    contains this one adds nothing.
+    contains `schema` adds nothing.
     """
     if isinstance(schema, list):
         return max((_num_joined(part, root, id_to_num) for part in schema), default=0)

@@ -36,7 +36,7 @@ class LeadingSpace(Enum):
     """Remove all spaces of the first token."""
 
     def strip(self, piece: bytes) -> bytes:
-        """Return the first piece of a text without the added space."""
+        """Return `piece`, the bytes of a text's first token, without the added space."""
         match self:
             case LeadingSpace.KEEP:
                 return piece
@@ -48,7 +48,7 @@ class LeadingSpace(Enum):
 
 @dataclass(frozen=True, slots=True)
 class TokenTable:
-    """The bytes that each token id adds to a text; `Detokenizer` uses it."""
+    """A table of the bytes that each token adds to a text; `Detokenizer` uses the table."""
 
     pieces: list[bytes]
     """The bytes of each token, by token id; for a special token, its name."""

@@ -168,22 +168,24 @@ _FLAGS: Final = ""
 
 
 class Tokenizers:
-    """Reads tokenizers; keeps the one of the served model, and the one of the flags' model."""
+    """Reads tokenizers; keeps those of the served model and of the model from the flags."""
 
     def __init__(self, first: Tokenizer, cache_dir: Path = DEFAULT_CACHE_DIR) -> None:
         """`first` is the tokenizer of the flags' model; for `cache_dir` see `find_model`."""
         self._cache_dir = cache_dir
         self._directory_to_tokenizer = {_FLAGS: first}
         self._directory_to_read: dict[str, asyncio.Task[Tokenizer]] = {}
-        """Tasks that read tokenizers. A task whose callers were cancelled remains after its end."""
+        """Tasks that read tokenizers. A task whose callers were cancelled stays in this mapping
+        after the task has ended, until `use` removes it."""
         self.current = first
         """The tokenizer of the served model."""
 
     async def read(self, directory: str) -> None:
-        """Read a directory's tokenizer, unless it was read before; "" means the flags' model.
+        """Read the tokenizer of a model's directory, unless the tokenizer was read before.
 
-        If the caller is cancelled, the read continues for the next call. May raise ModelError,
-        FileNotFoundError, or any other error that prevented the read.
+        The `directory` "" means the model from the flags. If the caller is cancelled, the read
+        continues for the next call. May raise ModelError, FileNotFoundError, or any other error
+        that prevented the read.
         """
         if directory in self._directory_to_tokenizer:
             return
@@ -208,7 +210,7 @@ class Tokenizers:
         return len(self._directory_to_tokenizer[directory].table.pieces)
 
     def use(self, directory: str) -> None:
-        """Make a tokenizer that has been read the current one.
+        """Make the tokenizer of `directory` the current one; the tokenizer must have been read.
 
         Drops all other tokenizers, except the one of the model from the flags.
         """

@@ -28,7 +28,8 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
     """Make a query from a URL's parameters, which are named like the query's fields.
 
     Raises:
-        InvalidArgumentError: There is no such field, or the value has another type.
+        InvalidArgumentError: A parameter is named like no field of the query, or its value does not
+            fit the field's type.
     """
     query = kind()
     for name, text in parameters.items():
@@ -48,7 +49,7 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
 
 
 def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
-    """Convert a message, except its field `without`, and its nested messages to JSON values."""
+    """Convert a message, with its nested messages, to JSON values; leaves out field `without`."""
     return {
         field.name: _to_json(field, getattr(message, field.name))
         for field in message.DESCRIPTOR.fields

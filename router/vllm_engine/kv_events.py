@@ -1,7 +1,8 @@
-"""Presents the prefix caches of a cell as the cache of one engine.
+"""Presents the prefix caches of a cell's workers to a gateway as one cache.
 
-A gateway treats a cell as one engine: a block is cached while any worker has it in any tier. The
-gateway finds blocks by their tokens, so a block is reported only once its tokens are known.
+The gateway treats a cell as one inference server. To the gateway, a block is cached while any
+worker has the block in any tier. The gateway finds blocks by their tokens, so a block is reported
+to the gateway only once the block's tokens are known.
 """
 
 import asyncio
@@ -19,7 +20,10 @@ from quire.vllm_engine import smg_common_pb2 as pb
 async def batches(
     messages: AsyncGenerator[WatchKvResponse],
 ) -> AsyncGenerator[pb.KvEventBatch]:
-    """Convert the workers' events to one engine's numbered batches; the first clears all blocks."""
+    """Convert the events of all workers to numbered batches for a gateway.
+
+    The first batch tells the gateway to forget all blocks.
+    """
     cell = CellIndex()
     sequence = event_id = 0
     async with aclosing(messages):
@@ -46,7 +50,7 @@ class CellIndex:
         self._holders = BlockHolders[tuple[str, int]]()
         """The workers and tiers that have each block."""
         self._told: set[BlockHash] = set()
-        """The blocks that were reported to the gateway."""
+        """The blocks that, as last reported to the gateway, are cached."""
 
     def apply(self, message: WatchKvResponse) -> Iterator[list[pb.KvCacheEvent]]:
         """Apply the events of one worker; yield the resulting changes of the cell, in parts.

@@ -140,7 +140,7 @@ def complete_to_proto(
 ) -> pb.GenerateComplete:
     """Make the message for the end of an output that has not failed.
 
-    `counts` has the tokens, their counts and their log-probabilities.
+    `counts` has the token ids, numbers of tokens and log-probabilities that the message gets.
     """
     complete = pb.GenerateComplete(
         output_ids=counts.token_ids,
