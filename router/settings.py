@@ -65,9 +65,9 @@ class RouterSettings(ProcessSettings):
     """With --on-demand, the minimum time in seconds for which a model stays loaded, even if
     requests need other models."""
     idle_unload_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """Time in seconds without a request after which a model is unloaded; the model's next request
-    waits until it is loaded again. Only one router may have this flag. Unset: idle models stay
-    loaded."""
+    """Time in seconds without a request after which a model is unloaded; the next request for the
+    model waits until the model is loaded again. Only one router may have this flag. Unset: idle
+    models stay loaded."""
     discovery_interval_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 5.0
     """Interval in seconds at which dns: names are resolved."""
     http_port: Port = 8000
@@ -197,7 +197,7 @@ class RouterSettings(ProcessSettings):
 
     @property
     def cells(self) -> Sequence[CellSettings]:
-        """All models; the one of --model comes first."""
+        """All models with their schedulers; the model of --model comes first."""
         cells = [CellSettings(self.model_name, self.model, self.scheduler)]
         for found in filter(None, map(_CELL.fullmatch, self.cell)):
             schedulers = tuple(found["schedulers"].split(","))
@@ -205,7 +205,7 @@ class RouterSettings(ProcessSettings):
         return cells
 
     def read_api_keys(self) -> ApiKeys | None:
-        """Return the keys; None: calls need no key. A bad file raises `ApiKeysError`."""
+        """Return the API keys; None: calls need no key. A bad file raises `ApiKeysError`."""
         if not self.api_key and self.api_keys_file is None:
             return None
         file = None if self.api_keys_file is None else read_keys_file(self.api_keys_file)

@@ -40,7 +40,7 @@ class ResumingCalls:
         The `start` of the waiting call makes the request, and `replay` pushes the request's past
         events.
 
-        Errors of `start` and `replay` are raised both by this method and by the waiting `wait`.
+        Errors of `start` and `replay` are raised both by this method and by the call's `wait`.
         """
         start, answer = self._calls.pop(resumption.record.first_seq_key, (None, None))
         if start is None or answer is None or answer.done():

@@ -123,7 +123,10 @@ def _queues(cursor: Cursor, last_tenant: str) -> Iterator[tuple[str, str]]:
 def _first_queue(
     cursor: Cursor, conditions: Iterable[tuple[str, Sequence[str]]]
 ) -> tuple[str, str] | None:
-    """Return the first queue that fulfils a condition; an earlier condition has precedence."""
+    """Return the tenant and model of the first queue that fulfils one of `conditions`.
+
+    An earlier condition has precedence over a later one.
+    """
     for condition, values in conditions:
         cursor.execute(
             f"SELECT tenant, model FROM turns WHERE {_LIVE_GROUPED}{condition}"  # noqa: S608 - constants

@@ -11,7 +11,7 @@ T = TypeVar("T")
 _CONNECT_S: Final = 5
 _STATEMENT_MS: Final = 10_000
 _STATEMENT_MS_PER_MIB: Final = 1000
-"""Additional timeout per MiB that a statement writes; a MiB took 250 ms on two busy cores."""
+"""Additional timeout per MiB that a statement writes; one MiB took 250 ms on two busy cores."""
 
 
 class PostgresConnection:

@@ -42,7 +42,7 @@ class Seen:
         return self.ended_at or time.time()
 
     def new_of(self, events: Iterable[Event]) -> Iterator[Event]:
-        """Yield the events that the reader lacks, and count them as received."""
+        """Yield those of `events` that the reader lacks, and count them as received."""
         for event in events:
             if not isinstance(event, OutputDelta):
                 yield event

@@ -49,12 +49,11 @@ _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
 """Interval at which a turn of another router is polled."""
 _MAX_RUNNING: Final = 256
-"""A router takes over ownerless turns of a model while it runs fewer than this many turns of that
-model."""
+"""A router that runs this many turns of a cell, not counting turns of groups, takes over no more
+ownerless turns of this cell."""
 _MAX_GROUPED: Final = 32
-"""A router takes over ownerless turns of groups, such as lines of batches, while it runs fewer than
-this many turns of groups of the same model. The limit is low, to favour clients that wait for an
-answer."""
+"""A router that runs this many of a cell's turns of groups, such as lines of batches, takes over no
+more of the cell's turns of groups. The limit is low, to favour clients that wait for an answer."""
 _MAX_FAILURES: Final = 3
 """After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1

@@ -58,12 +58,12 @@ def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
 
 
 def kv_to_json(worker: WorkerKv) -> dict[str, Any]:
-    """Convert a worker's KV to JSON values; `sequences` has a list for each field."""
+    """Convert a worker's KV to JSON values; `sequences` has a list per `SequenceKv` field."""
     return _with_columns(worker, "sequences", SequenceKv)
 
 
 def activity_to_json(worker: WorkerActivity) -> dict[str, Any]:
-    """Convert a worker's activity to JSON values; `steps` has a list for each field."""
+    """Convert a worker's activity to JSON values; `steps` has a list per `StepRecord` field."""
     return _with_columns(worker, "steps", StepRecord)
 
 
