@@ -261,7 +261,7 @@ class Schedulers:
         return await self._ask_all(lambda link: link.calls.describe_kv(query))
 
     async def describe_activity(self, query: ActivityQuery) -> Sequence[WorkerActivity]:
-        """Return the activity of the workers; raises the errors of `describe_kv`."""
+        """Return totals and latest steps of the workers; raises the errors of `describe_kv`."""
         return await self._ask_all(lambda link: link.calls.describe_activity(query))
 
     async def _ask_all(self, ask: Callable[[SchedulerLink], Awaitable[Sequence[T]]]) -> list[T]:
@@ -330,7 +330,7 @@ class Schedulers:
     def check_fit(self, link: SchedulerLink, model: ModelInfo) -> None:
         """Check that a scheduler's model fits its tokenizer and the other schedulers' models.
 
-        A model that fits becomes the served model; live requests of a different model fail.
+        A model that fits becomes the served model; live requests that cannot continue with it fail.
         """
         others = [other for other in self._connected if other is not link]
         before = self._model

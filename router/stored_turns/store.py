@@ -21,7 +21,7 @@ from router.stored_turns.turn import Turn, TurnEnd, TurnStatus
 from router.stored_turns.usage import add_once, add_usage, sweep_usage
 
 SWEEP_LIMIT: Final = 1000
-"""Maximum number of turns that one sweep deletes."""
+"""Maximum number of turns that one call of `TurnStore.sweep` deletes."""
 LEASE_S: Final = 5.0
 """How long a router owns a turn after its last write; later any router may take the turn over."""
 
@@ -161,9 +161,10 @@ class TurnStore:
     async def sweep(
         self, retention_s: float, usage_retention_s: float, limit: int = SWEEP_LIMIT
     ) -> int:
-        """Delete at most `limit` old turns that have no group; return how many were deleted.
+        """Delete at most `limit` turns that have no group; return how many were deleted.
 
-        Old usage is deleted, too.
+        Deletes turns that ended more than `retention_s` ago, and usage older than
+        `usage_retention_s`.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> int:

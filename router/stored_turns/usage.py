@@ -27,7 +27,7 @@ _NEVER: Final = 2.0**62
 
 @dataclass(frozen=True, slots=True)
 class UsageRow:
-    """The usage of one group."""
+    """The usage of one group, such as one tenant, or one tenant in one hour."""
 
     group: Mapping[str, str | int]
     """The value of each grouping. The value of an hour or a day is the Unix time of its start."""

@@ -40,7 +40,7 @@ class TextThreads:
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, unless the caller is cancelled before `work` starts.
 
-        Raises `TooBusyError` if this task is lost because more than `max_pending` wait or run.
+        Raises `TooBusyError` if `work` is lost because more than `max_pending` tasks wait or run.
         """
         tenant = tenant_of_call()
         lost: Future[Any] | None = None
