@@ -11,11 +11,12 @@ BY_NAME: Final = frozenset(
 """Keywords, such as "properties", whose contents map names to schemas. These names are not
 keywords."""
 _AT_ROOT: Final = ("$id", "id", "$schema")
-"""Keywords of a whole document, which a schema loses when it becomes a part of another schema."""
+"""Keywords of a whole schema. A schema that becomes a part of another schema loses these
+keywords."""
 
 
 def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
-    """Return a copy of a schema that can stand inside another one, at the JSON pointer `place`."""
+    """Return a copy of `schema` for use inside another schema, at the JSON pointer `place`."""
     return {
         name: value
         for name, value in with_refs_below(schema, place).items()
@@ -24,9 +25,10 @@ def embedded(schema: Mapping[str, Any], place: str) -> Mapping[str, Any]:
 
 
 def with_refs_below(schema: Any, place: str) -> Any:
-    """Return a part of a schema, with `place` inserted in each `$ref`.
+    """Return a schema, or a part of a schema, with `place` inserted in each `$ref`.
 
-    For example, #/$defs/a becomes #PLACE/$defs/a.
+    For example, if `place` is "/$defs/parameters", "#/$defs/a" becomes
+    "#/$defs/parameters/$defs/a".
     """
     if isinstance(schema, list):
         return [with_refs_below(each, place) for each in schema]

@@ -21,7 +21,8 @@ from router.parsers.tool_calls import (
 class Written:
     """The syntax in which a family's models write calls, for the grammars of `call_grammar.py`.
 
-    NAME, ARGUMENTS, KEY, VALUE, INDEX (the call's number) and CALLID are placeholders.
+    In the fields of this class, NAME, ARGUMENTS, KEY, VALUE, INDEX (the call's number) and CALLID
+    are placeholders.
     """
 
     call: str
@@ -40,23 +41,23 @@ class Written:
     """A regex for the beginning of a call without a marker; NAMES stands for the function names
     joined by |. Empty: calls have markers."""
     marker: str = ""
-    """If `like_call` is set: a marker that models may write before a call, but do not need."""
+    """If `like_call` is set: an optional marker before a call."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolFamily:
-    """The syntax of some models' calls, and how a chat template shows that syntax."""
+    """A family of models: the syntax of its calls, and texts that identify its chat templates."""
 
     syntax: Syntax | HarmonySyntax
     marks: tuple[str, ...]
-    """A template with all of these texts belongs to this family, unless an earlier family
-    matches."""
+    """A chat template that contains all of these texts, but not `without`, belongs to this family,
+    unless it belongs to an earlier family of `TOOL_FAMILIES`."""
     without: str = ""
-    """A text that no template of the family contains."""
+    """A text that no chat template of this family contains; empty: there is no such text."""
     written: Written | None = None
     """None: forced calls are plain JSON."""
     stop: str = ""
-    """The stop string if an output may have only one call; empty: there is none."""
+    """The stop string for outputs that may have only one call; empty: no stop string."""
 
     @property
     def is_harmony(self) -> bool:
@@ -227,7 +228,7 @@ TOOL_FAMILIES: Final[Mapping[str, ToolFamily]] = MappingProxyType(
         ),
     }
 )
-"""A template belongs to the first family that matches."""
+"""`ToolFamily.marks` says to which of these families a chat template belongs."""
 
 THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
     {
@@ -238,5 +239,6 @@ THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
         "think": Thinking("<think>", "</think>"),
     }
 )
-"""A template belongs to the first family that matches. Harmony is not among these families, because
-its entry in `TOOL_FAMILIES` reads both thinking and calls."""
+"""A chat template belongs to the first of these families whose markers `end` and `other_ends` the
+template contains. Harmony is not among these families, because its entry in `TOOL_FAMILIES` reads
+both thinking and calls."""

@@ -1,4 +1,7 @@
-"""Reads forced calls in plain JSON, for models whose syntax of calls is unknown."""
+"""Reads forced calls in plain JSON, for models whose syntax of calls is unknown.
+
+A call is forced if the request requires a call, for example by `tool_choice`.
+"""
 
 from typing import Final
 

@@ -22,7 +22,10 @@ THOUGHT_MESSAGES: Final = ThinkingMarkers(
 
 
 def begun_channel(prompt: str) -> str:
-    """Return the channel of a message whose text the prompt has begun; "" if there is none."""
+    """Return the channel of the message in whose text `prompt` ends.
+
+    Returns "" if `prompt` ends before a message's text.
+    """
     header, begun, _ = prompt[prompt.rfind("<|start|>") + 1 :].rpartition("<|message|>")
     if not begun:
         return ""
@@ -32,7 +35,11 @@ def begun_channel(prompt: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class HarmonySyntax:
-    """The channel "analysis" is thinking; a message to a function is a call; the rest is text."""
+    """Reads the messages of one output as thinking, calls and text.
+
+    A message to a function is a call. Of the other messages, those in the channel "analysis" are
+    thinking, and the rest are text for the user.
+    """
 
     openers = _STARTS
     """The markers that begin a message."""

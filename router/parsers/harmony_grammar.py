@@ -1,7 +1,8 @@
 """Grammars for gpt-oss's messages: thinking within a budget, then text, a form or a call.
 
-A budget limits each message of thinking. With a budget, no message of thinking directly follows
-another.
+A form is an output in the structure that the request asks for, such as JSON that follows a schema.
+A budget limits the tokens of each message of thinking. With a budget, no message of thinking
+directly follows another.
 """
 
 from collections.abc import Callable, Mapping
@@ -29,8 +30,8 @@ class MessageGrammar:
         """Return grammar rules, of which `before` matches the messages before a form or a call.
 
         Before a form, `before` also matches the header of the form's message. Returns "" for text,
-        because the grammar that `text` returns includes the messages before it. Also returns "" if
-        the prompt has begun the form's message, because then nothing comes before the form.
+        because the grammar that `text` returns includes the messages before the text. Also returns
+        "" if the prompt has begun the form's message, because then nothing comes before the form.
         """
         if answer == "text" or (answer == "form" and self.begun == "final"):
             return ""
@@ -46,7 +47,10 @@ class MessageGrammar:
         return "\n".join([f"start: {start}", f"last: {last}", *self._rules])
 
     def form(self, form: str, call: str) -> str:
-        """Return a grammar for messages of which the last has a form, or is a call."""
+        """Return a grammar for messages of which the last has a form, or is a call.
+
+        `form` and `call` are terms of the grammar that match the form and the call.
+        """
         start = f"{self._before_last} (header {form} | {call})"
         if self.begun == "final":
             start = form
@@ -88,6 +92,6 @@ class MessageGrammar:
 def message_grammar(
     token_id: Callable[[str], int | None], begun: str, max_tokens: int | None
 ) -> MessageGrammar | None:
-    """Return the grammar for an output's messages; None if the markers are not tokens."""
+    """Return the grammar for an output's messages; None unless each marker is a single token."""
     ids = {name: found for name in _MARKERS if (found := token_id(f"<|{name}|>")) is not None}
     return MessageGrammar(ids, begun, max_tokens) if len(ids) == len(_MARKERS) else None

@@ -1,7 +1,7 @@
-"""Converts a JSON or Python literal that arrives in pieces to JSON without white space.
+"""Converts a JSON or Python literal to JSON without white space, while the literal arrives.
 
 The returned text is always the beginning of a valid JSON text, because reading stops before the
-first character that does not fit. Characters whose JSON depends on later characters, such as a
+first character that breaks the syntax. Characters whose JSON depends on later characters, such as a
 Python escape, are held back until the later characters arrive.
 """
 
@@ -60,7 +60,7 @@ _CLASS: Final = {**dict.fromkeys("123456789", "d"), "E": "e"}
 
 
 class LiteralText:
-    """One literal. Push text until the literal is done or broken."""
+    """Converts one literal to JSON. Call `push` until `is_done` or `is_broken` is true."""
 
     def __init__(self, dialect: Dialect = JSON) -> None:
         self.is_done = False
@@ -71,14 +71,14 @@ class LiteralText:
         """What may come next outside scalars: "value", "value or end", "key", "key or end",
         "colon" or "comma"."""
         self._within = ""
-        """The current scalar: its quote, "number" or "word"."""
+        """The scalar that is being read: a string's quote, "number" or "word"; empty: no scalar."""
         self._number = ""
         self._held = ""
         """The part read so far of an escape or a word."""
 
     @property
     def num_held(self) -> int:
-        """How many of the last characters read have not been returned yet."""
+        """The number of characters that `push` has read, but whose JSON it has not returned yet."""
         return len(self._held)
 
     def push(self, text: str, at: int) -> tuple[str, int]:
@@ -98,7 +98,8 @@ class LiteralText:
     def end(self) -> bool:
         """Signal the end of the text; return whether the literal is complete.
 
-        A number at the end of the text is complete only now, because digits could have followed.
+        Only this call completes a number at the end of the text, because more digits could have
+        followed.
         """
         if self._within == "number" and self._number in _NUMBER_ENDS:
             self._end_value()

@@ -36,13 +36,13 @@ Piece: TypeAlias = Text | Thought | CallPiece
 
 
 class Reader(Protocol):
-    """Parses one output that arrives in pieces. A user's parser has these methods, too."""
+    """Parses one output while the output's text arrives. A user's parser has these methods, too."""
 
     def push(self, text: str) -> Sequence[Piece]:
-        """Read more text; hold back only text that is ambiguous so far."""
+        """Read more text and return its pieces; hold text back only while it is ambiguous."""
 
     def flush(self) -> Sequence[Piece]:
-        """At the output's end, read the text that was held back."""
+        """At the output's end, return the pieces of the text that was held back."""
 
 
 class Pieces:

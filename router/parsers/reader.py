@@ -14,14 +14,14 @@ _SLICE_CHARS = 1024
 
 
 class OutputReader:
-    """Runs the generators that read an output, part by part."""
+    """Reads an output with one generator after another, each for a part of the output."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._source, self._pieces = Source(), Pieces()
         self._reading = self._read(parts)
 
     def push(self, text: str) -> list[Piece]:
-        """Read more text; hold back only text that is ambiguous so far."""
+        """Read more text and return its pieces; hold text back only while it is ambiguous."""
         # Add the text in slices, because a search for the next marker scans all unread text.
         for start in range(0, len(text), _SLICE_CHARS):
             self._source.add(text[start : start + _SLICE_CHARS])
@@ -29,7 +29,7 @@ class OutputReader:
         return self._pieces.take()
 
     def flush(self) -> list[Piece]:
-        """At the output's end, read the text that was held back."""
+        """At the output's end, return the pieces of the text that was held back."""
         self._source.end()
         next(self._reading, None)
         return self._pieces.take()

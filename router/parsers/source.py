@@ -2,8 +2,9 @@
 
 A parser is a generator that yields whenever it needs more text. Methods that may wait are
 generators, too (`yield from`). The results of these methods do not depend on how the text is cut
-into pieces, so a parser's results do not depend on the cuts either. The text read since `mark` is
-kept, to be shown if it turns out not to be a call.
+into pieces, so a parser's results do not depend on the cuts either. A source keeps the text read
+since the last call of `mark`. If this text turns out not to be a call, the parser passes the text
+on as plain text.
 """
 
 import re
@@ -59,19 +60,19 @@ class Source:
         self._at = 0
 
     def take_arrived(self) -> str:
-        """Read all text that has arrived, and set the mark after it."""
+        """Return all text that has arrived after the mark, and set the mark after this text."""
         self._at = len(self._text)
         return self.take_back()
 
     def wait(self) -> Reading[bool]:
-        """Wait for more text; return False at the end."""
+        """Wait for more text; return False if the text has ended."""
         if self._has_ended:
             return False
         yield
         return True
 
     def peek(self) -> Reading[str]:
-        """Return the next character; "" at the end."""
+        """Return the next character; "" at the end of the text."""
         while self._at == len(self._text):
             if not (yield from self.wait()):
                 return ""
@@ -133,11 +134,13 @@ class Source:
     def until(
         self, literals: Sequence[str], show: Callable[[str], None], *, trims: bool = False
     ) -> Reading[str]:
-        """Read up to and including the first of `literals`; show the text before it as it arrives.
+        """Read up to and including the first of `literals`; pass the text before it to `show`.
 
-        If `trims` is true, white space before the literal is not shown. Text that was read but not
-        shown stays after the mark. Returns the literal, or "" if the text ends without one. In the
-        second case the unshown text may be the beginning of a literal.
+        `show` gets the text as it arrives. If `trims` is true, white space before the literal is
+        not shown. Text that was read but not shown stays after the mark.
+
+        Returns the literal, or "" if the text ends without a literal. If "" is returned, the text
+        that was not shown may be the beginning of a literal.
         """
         self.mark()
         while True:
@@ -156,7 +159,9 @@ class Source:
                 return ""
 
     def literal(self, value: LiteralText, show: Callable[[str], None]) -> Reading[None]:
-        """Read a JSON or Python literal and show its JSON as it arrives; move the mark along.
+        """Read a JSON or Python literal; pass its JSON to `show` as the literal arrives.
+
+        The mark moves past the text whose JSON was shown.
 
         Raises:
             MalformedError: The literal is malformed, or the text ends within it.
@@ -190,7 +195,7 @@ class Source:
 
 
 def _num_certain(text: str, literals: Sequence[str]) -> int:
-    """Count the characters before the first place where one of `literals` may begin."""
+    """Count the characters before the first position at which one of `literals` may begin."""
     certain = len(text)
     for literal in literals:
         start = max(0, len(text) - len(literal) + 1)

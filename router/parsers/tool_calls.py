@@ -1,4 +1,4 @@
-"""Parses tool calls in an output as it arrives, by the markers of a model family's syntax.
+"""Parses the tool calls in an output as the output arrives, in the syntax of a model family.
 
 A call begins once its name is known and its arguments have begun. From then on, the arguments are
 passed on as they arrive. If the text breaks the syntax before the call begins, everything from the
@@ -31,7 +31,8 @@ _MAX_NAME_CHARS: Final = 256
 _KEY: Final = re.compile(r"[^<>\"\n]*")
 _NULLS: Final = ("null", "None")
 _QUOTE_OR_SPACE: Final = '" \t\r\n'
-"""A value that may be a string or null is held back to its end if it begins with one of these."""
+"""If a value that may be a string or null begins with one of these characters, the parser holds the
+value back until the value's end."""
 _MISTRAL_ID: Final = string.ascii_letters + string.digits
 
 
@@ -54,7 +55,7 @@ class Calls:
         self.new_id = new_call_id
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Begin a call; the text read for it so far is dropped."""
+        """Begin a call; drop the text read since the mark."""
         if not name or (self.only_offered and name not in self.tools):
             raise MalformedError
         self.pieces.call(name, call_id or self.new_id())
@@ -118,7 +119,7 @@ class ObjectBody:
         source.mark()
 
     def _arguments(self, calls: Calls, name: str, call_id: str) -> Reading[str]:
-        """Read the arguments; return their JSON if the call has not begun, else ""."""
+        """Read the arguments; return their JSON, or "" if `calls` already has it."""
         source = calls.source
         if (yield from source.has("null")):
             return "{}"
@@ -172,7 +173,7 @@ class NamedBody:
 
 @dataclass(frozen=True, slots=True)
 class MistralBody:
-    """A list of objects, as older models write calls, or a name and an object."""
+    """A list of objects, or a name and an object; older Mistral models write the list."""
 
     listed: ObjectBody
     named: NamedBody
@@ -348,7 +349,8 @@ class Syntax:
     section: tuple[str, str] | None = None
     """The markers around all calls."""
     separator: str = ""
-    """The text after which another call follows without a marker; empty: there is none."""
+    """The text after which another call may follow without a marker; empty: there is no such
+    text."""
     at_start: bool = False
     """Whether an output may begin with a call without a marker. Such a call must name an offered
     function, because ordinary text may look like a call."""
@@ -381,7 +383,7 @@ class Syntax:
         pieces.text(rest.rstrip() if pieces.num_calls else rest)
 
     def _try(self, calls: Calls, opener: str) -> Reading[None]:
-        """Read calls; if the text breaks the syntax, it is plain text."""
+        """Read calls; treat text that breaks the syntax as plain text."""
         try:
             if self.section is not None and opener == self.section[0]:
                 yield from self._read_section(calls, self.section[1])

@@ -1,8 +1,11 @@
-"""Admits a request, unless its id is in use, the limit is reached, or the router drains.
+"""Admits a request, unless its id is in use, too many requests are live, or the router drains.
 
-Three places refuse requests under overload. This module limits the live requests of this router, to
-bound its memory. `router/schedulers/pool.py` refuses early when all schedulers have reported full
-queues. The scheduler decides with exact numbers (`scheduler_svc/core/limits/acceptance.py`).
+Three modules refuse requests under overload. This module limits the live requests of this router,
+to bound the router's memory. `router/schedulers/pool.py` refuses a request when every scheduler has
+reported a full queue. `scheduler_svc/core/limits/acceptance.py` limits the waiting sequences of one
+worker, and knows their exact number.
+
+A request's reader is the call that reads the request's events for the client.
 """
 
 import asyncio
@@ -26,7 +29,8 @@ from rpc.observe import telemetry
 log = structlog.get_logger()
 
 _LAST_BYTES_S = 0.2
-"""How long clients have to read the last bytes; a socket that closes may discard unread bytes."""
+"""How long a drain waits after the last request has ended, so that clients can read the last bytes
+of their answers; a socket that closes may discard unread bytes."""
 
 
 @dataclass(slots=True, eq=False)
@@ -75,7 +79,7 @@ class Admission:
         return tuple(self._admitted.values())
 
     def find(self, tenant: str, request_id: str) -> AdmittedRequest | None:
-        """Return the request with this tenant and id."""
+        """Return the admitted request with this tenant and id; None if there is no such request."""
         return self._admitted.get((tenant, request_id))
 
     def check_capacity(self, num_requests: int) -> None:

@@ -1,6 +1,6 @@
 """The optional audit log: a line of JSON for each request, with its prompt and outputs.
 
-A separate thread decodes the text and writes the lines.
+A separate thread converts token ids to text and writes the lines.
 """
 
 import json
@@ -54,7 +54,7 @@ class AuditLog:
         self._listener.start()
 
     def add(self, live: LiveRequest, decode: Callable[[Sequence[int]], str]) -> None:
-        """Queue a request whose reader has finished or left, without waiting.
+        """Queue, without waiting, a request whose reader has finished or left.
 
         `decode` turns token ids into text.
         """

@@ -1,6 +1,7 @@
-"""Finds a router's models by name; each is a cell with its own schedulers, tokenizer and limits.
+"""Finds the cell of a model by the model's name.
 
-A cell without a scheduler does not affect the others.
+Each cell has its own schedulers, tokenizer and limits. If one cell has no scheduler, the other
+cells still serve requests.
 """
 
 import asyncio
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class Cells:
-    """The cells of all models, and the calls that concern several of them."""
+    """The cells of all models, and the calls that concern several cells."""
 
     def __init__(
         self, cells: Sequence[Inference], shared: SharedAdmission, on_demand: OnDemand | None = None
@@ -49,7 +50,7 @@ class Cells:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of the models, without adapters."""
+        """The names of the models; the names of adapters are not included."""
         return tuple(cell.model.name for cell in self.all)
 
     def of(self, model: str) -> Inference:
@@ -95,7 +96,7 @@ class Cells:
         """Return the known models, each followed by its adapters.
 
         A model that is loaded on demand is listed even before its first load, but without limits.
-        If two models have the same name, only the one that `of` returns is listed.
+        If two cells know the same name, only the model of the cell that `of` returns is listed.
         """
         found: dict[str, Model] = {}
         for cell in self.all:
@@ -110,16 +111,16 @@ class Cells:
     # --- requests -------------------------------------------------------------------------------
 
     def check_quota(self, num_bytes: int) -> None:
-        """Raise `TooBusyError` if the tenant's quota has no room for a body of this size."""
+        """Raise `TooBusyError` if the caller's quota has no room for a body of `num_bytes`."""
         most = max(cell.text.max_token_bytes for cell in self.all)
         with refusals_counted():
             self.shared.check_quota(num_bytes, most)
 
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
-        """Return the cell of a request's model; if models are loaded on demand, load it first.
+        """Return the cell of a request's model; first load the model if models load on demand.
 
-        A patient request (see `on_demand.py`) waits while the loaded models are busy with other
-        requests.
+        If `is_patient` is true, models that are busy with other requests are not unloaded to make
+        room.
 
         Raises the errors of `of` and `OnDemand.wait_until_loaded`.
         """
@@ -154,9 +155,10 @@ class Cells:
         await self.cancel_of(self.shared.tenant_of(tenant), request_id, model)
 
     async def cancel_of(self, tenant: str, request_id: str, model: str = "") -> None:
-        """Cancel a tenant's resumable request. The caller must have checked that this is allowed.
+        """Cancel a tenant's resumable request.
 
-        The call is not charged to the tenant's quota.
+        The caller must have checked that the client may cancel the request. The call is not charged
+        to the tenant's quota.
         """
         await self._where(
             tenant, request_id, model, lambda cell, _: cell.cancel_of(tenant, request_id)
@@ -171,9 +173,9 @@ class Cells:
     ) -> T:
         """Call `ask` for one cell after another, until one has the resumable request.
 
-        The second argument of `ask` is whether an earlier attempt was charged to the quota. Clients
-        do not retry after `NotFoundError`, so this error is raised only if every cell could be
-        searched.
+        The second argument of `ask` says whether an earlier call of `ask` was charged to the quota.
+        Clients do not retry after `NotFoundError`, so this error is raised only if every cell could
+        be searched.
         """
         with refusals_counted():
             try:

@@ -48,7 +48,7 @@ _SEED_BITS = 63
 
 
 class Inference:
-    """One model, as the APIs use it: its requests, its text conversion and its load."""
+    """One model, as the APIs use it: its requests, its text conversion and its schedulers."""
 
     def __init__(
         self,
@@ -103,8 +103,9 @@ class Inference:
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
         """Submit a request; the caller reads the result within `async with`.
 
-        If `is_kept` is true, the request computes a turn (`router/stored_turns`). The turn's usage
-        is stored with the turn instead of being added to `shared.usage`.
+        If `is_kept` is true, the request computes a turn, that is, a stored call
+        (`router/stored_turns`). The turn's usage is stored with the turn instead of being added to
+        `shared.usage`.
 
         Raises `InvalidArgumentError` that names field, value and limit; `NotFoundError` for an
         unknown model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` if
@@ -259,9 +260,10 @@ class Inference:
 
         The caller must have checked that the tenant owns the request (`Cells.resume`). If another
         call, at any router, is reading the request, that call ends with `AbortedError`. Raises
-        `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if the
-        client claims more than was produced; `FailedPreconditionError` if log-probabilities that
-        the client lacks are lost; `TooBusyError` and `UnavailableError` as `generate` does.
+        `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if
+        `request.received` has more tokens than the request has produced; `FailedPreconditionError`
+        if log-probabilities that the client lacks are lost; `TooBusyError` and `UnavailableError`
+        as `generate` does.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free
@@ -274,7 +276,7 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Continue a turn's request from its stored record, after `events`, its events so far.
+        """Continue a turn's request from its stored record; `events` are its stored events.
 
         The caller reads the result from its first token on. Raises the errors of `generate`.
         """
@@ -310,9 +312,10 @@ class Inference:
         return live
 
     async def cancel_of(self, tenant: str, request_id: str) -> None:
-        """Cancel a tenant's resumable request. The caller must have checked that this is allowed.
+        """Cancel a tenant's resumable request.
 
-        The call is not charged to the tenant's quota.
+        The caller must have checked that the client may cancel the request. The call is not charged
+        to the tenant's quota.
         """
         (await self._take_over(request_id, tenant, None, is_free=True)).cancel()
 

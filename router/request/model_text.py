@@ -34,12 +34,12 @@ The event loop writes the answer, which takes 0.1 s for a million tokens."""
 
 @dataclass(frozen=True, slots=True)
 class PreparedRequest:
-    """A request's prompt and structured output in the form that workers need."""
+    """A request's prompt as token ids, and its structured output as a grammar."""
 
     prompt_token_ids: "array[int]"
     """An array of int32, which may be empty."""
     structured: StructuredOutput | None
-    """The form as a grammar."""
+    """A structured output whose `grammar` is set; None: no grammar restricts the output."""
     num_first_tokens: int = 0
     """See `Pooling.num_first_tokens`."""
 
@@ -59,7 +59,10 @@ class ModelText:
         max_pending_prompts: int,
         chats: ChatSettings = ChatSettings(),  # noqa: B008 - it never changes
     ) -> None:
-        """`num_threads` threads tokenize; at most `max_pending_prompts` prompts wait or run."""
+        """Start `num_threads` threads that tokenize prompts.
+
+        At most `max_pending_prompts` prompts wait for a thread or are being tokenized.
+        """
         self._chats = chats
         self._tokenizers = tokenizers
         self._model = model
@@ -90,10 +93,10 @@ class ModelText:
     # --- to generate ----------------------------------------------------------------------------
 
     async def prepare(self, request: GenerateRequest) -> PreparedRequest:
-        """Tokenize the prompt and make the grammar, in a thread.
+        """Tokenize the prompt and convert the structured output to a grammar, in a thread.
 
-        Raises `InvalidArgumentError` for a malformed form, and `TooBusyError` if
-        `max_pending_prompts` are pending.
+        Raises `InvalidArgumentError` for a malformed structured output, and `TooBusyError` if
+        `max_pending_prompts` prompts are pending.
         """
         return await self._prompts.run(lambda: self._prepare(request))
 
@@ -136,10 +139,10 @@ class ModelText:
         return Detokenizer(self._tokenizer.table, skip_special_tokens=skip_special_tokens)
 
     def chat_template(self, model: str, source: str | None = None) -> ChatTemplate:
-        """Return the model's template, or the template in `source`, which a request has set.
+        """Return the template with the text `source` or, if that is None, the model's template.
 
-        Raises `UnimplementedError` if there is no template, and `InvalidArgumentError` if requests'
-        templates are not trusted or `source` is malformed.
+        Raises `UnimplementedError` if the model has no chat template, and `InvalidArgumentError` if
+        `source` is malformed or the router does not trust requests' templates.
         """
         self._model.check_name(model)
         if source is not None:
@@ -150,7 +153,7 @@ class ModelText:
         return template
 
     def parsers(self, template: ChatTemplate) -> OutputParsers:
-        """Return the parsers for outputs of chats with a template."""
+        """Return the parsers for the outputs of chats that `template` renders."""
         tools, thinking = choose_parsers(
             template.source, self._chats.tool_parser, self._chats.reasoning_parser
         )

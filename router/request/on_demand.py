@@ -2,11 +2,12 @@
 
 Unloading a model loses no request: the model's scheduler keeps the requests with their tokens, and
 they continue after the model's next load. Until then, these requests count as demand for the model.
-So if more models are busy than fit, the models take turns, and each stays loaded for a minimum
-time. Requests of the lowest priority, such as lines of batches, are patient: a model that is busy
-with other requests is not unloaded for them. A model that has had no request for some time may be
-unloaded, too; the model's next request loads it again. Only one router may load models on demand at
-the same schedulers, since two routers might load two models at once.
+So if more models are busy than may be loaded at once, the models take turns, and each model stays
+loaded for a minimum time. Requests of the lowest priority, such as lines of batches, are patient: a
+model that is busy with other requests is not unloaded for a patient request. A model that has had
+no request for some time may be unloaded, too; the model's next request loads it again. Only one
+router may load models on demand at the same schedulers, since two routers might load two models at
+once.
 """
 
 import asyncio
@@ -187,8 +188,8 @@ class OnDemand:
     def _torn(self) -> Inference | None:
         """Return a model that is in use although only some of its workers may have it.
 
-        The model was to be unloaded while idle. Some workers could not unload it, or have restarted
-        with it.
+        The router has tried to unload such a model while the model was idle. Some workers could not
+        unload the model, or have restarted with the model.
         """
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
@@ -222,9 +223,10 @@ class OnDemand:
         )
 
     async def _make_room_and_load(self, wanted: Inference) -> None:
-        """Load a model, after unloading others if too many are loaded.
+        """Load a model, after unloading other models if too many are loaded.
 
-        Does nothing if another model would have to be unloaded, but none may be unloaded yet.
+        Does nothing if another model would have to be unloaded first, but all loaded models must
+        stay loaded for now.
 
         Raises:
             QuireError: The model cannot be loaded, or another model cannot be unloaded.

@@ -39,7 +39,7 @@ class SharedAdmission:
         """Check the quota of the caller's tenant before a body is parsed.
 
         Raises `TooBusyError` if the quota is used up, or has too few tokens left for a JSON body of
-        `num_bytes`. The body is assumed to have the fewest possible tokens, each with
+        `num_bytes`. The check assumes that the body has the fewest possible tokens, each with
         `max_token_bytes` of text.
         """
         if self.has_api_keys:

@@ -39,7 +39,7 @@ _BEAM_ALLOWS: Final = frozenset(
 
 
 def check_request(request: GenerateRequest, model: Model, max_prompt_bytes: int) -> None:
-    """Check everything that does not need the tokenized prompt.
+    """Check the parts of a request that can be checked before the prompt is tokenized.
 
     A text of more than `max_prompt_bytes` cannot fit the context, however it is tokenized.
     """
@@ -110,10 +110,10 @@ def _check_bad_words(request: GenerateRequest) -> None:
 
 
 def _check_structured(sampling: SamplingParams, model: Model) -> None:
-    """Refuse fields that cannot be combined with a form; `to_grammar` checks the form itself."""
+    """Refuse fields that cannot be combined with structured output."""
     if not model.structured_output:
         raise UnimplementedError("sampling.structured: this model does not support it")
-    # An end-of-sequence token ends the form.
+    # An end-of-sequence token ends the structured output.
     if sampling.ignore_eos:
         raise InvalidArgumentError(
             "sampling.ignore_eos", "is true; with structured it must be unset"
@@ -129,7 +129,7 @@ def _check_structured(sampling: SamplingParams, model: Model) -> None:
 
 
 def _check_beam(request: GenerateRequest, beam: BeamSearch, model: Model) -> None:
-    """Check a beam search; refuse fields that cannot be combined with it."""
+    """Check `beam`, and refuse fields that cannot be combined with a beam search."""
     beam.check(request.n)
     sampling, neutral = request.sampling, SamplingParams()
     if sampling.temperature not in {0, 1}:

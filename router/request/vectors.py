@@ -80,9 +80,10 @@ async def make_vectors(
     """Compute an embedding for each request; the requests' `sampling` is ignored.
 
     At most `max_at_once` requests are live at a time. If the service is too busy before it has
-    accepted any of the requests, the call fails. After that, a request for which the service is too
-    busy is retried. If a request fails, the others are cancelled. Errors call the input at index i
-    `name(i)`, and the second text of its pair `pair_name(i)`.
+    accepted any of the requests, the call fails. Once the service has accepted a request, each
+    request for which the service is too busy is retried. If a request fails, the other requests are
+    cancelled. Errors call the input at index i `name(i)`, and the second text of its pair
+    `pair_name(i)`.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)

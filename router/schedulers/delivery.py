@@ -29,10 +29,10 @@ class Delivery:
     """Writes tokens to clients in waves; a wave flushes all requests that have new events.
 
     Writing a token to its client takes ten times as long as receiving it from the scheduler. So
-    when writing would fill the processor, the next wave waits, and the tokens that a stream has
-    gained since the last wave are written together. A router with spare time passes each step on at
-    once. A wave that takes long, as when a thousand requests end in one step, lets other callbacks
-    run in between.
+    when writing would take nearly all of the processor's time, the next wave waits, and then writes
+    all new tokens of a stream at once. A router with spare time passes each step on at once. A wave
+    that takes long, as when a thousand requests end in one step, lets other callbacks run in
+    between.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Delivery:
         now: Callable[[], float] = time.monotonic,
         busy_s: Callable[[], float] | None = None,
     ) -> None:
-        """`busy_s` returns how long the thread has run or waited for a processor, in seconds."""
+        """`busy_s` returns how many seconds the loop's thread has run or waited for a processor."""
         self._loop = loop or asyncio.get_running_loop()
         self._now, self._busy_s = now, busy_s or wanted_s
         self._waiting: list[LiveRequest] = []
@@ -51,13 +51,13 @@ class Delivery:
         self._timer: asyncio.Handle | None = None
         """Starts the next wave, or the rest of the current one."""
         self._last_at, self._last_busy_s = now(), self._busy_s()
-        """When the last wave began, on the event loop's clock and on the clock of `busy_s`."""
+        """When the last wave began, on the clock of `now` and on the clock of `busy_s`."""
         self._gives_way_at = self._last_at
         self._is_begun = False
         """Whether `begin` has begun the wave to which the next `add` belongs."""
 
     def begin(self, num_streams: int) -> float:
-        """Begin a wave for a step with events of this many streams, unless the wave must wait.
+        """Begin a wave for a step with events of `num_streams` streams, unless the wave must wait.
 
         Returns the time until which the caller may flush a request as soon as it has pushed the
         request's token, while the request's objects are in the processor's caches. -inf: the caller
@@ -90,7 +90,7 @@ class Delivery:
             self._begin()
 
     def _wait_s(self, num_streams: int) -> float:
-        """Return how long the next wave must wait, if it has this many streams."""
+        """Return how long the next wave must wait, if it has events of `num_streams` streams."""
         if num_streams <= _FEW:
             return 0.0
         interval_s = min((self._busy_s() - self._last_busy_s) / _MOST_BUSY, _LONGEST_S)

@@ -13,16 +13,17 @@ _LOOK_S: Final = 0.25
 """How often to look for schedulers that are not watched yet."""
 _MAX_UNREAD: Final = 16
 """How many unread messages the router keeps for a caller of `watch_kv`. Further messages wait at
-the schedulers, which limit them."""
+the schedulers, which limit how many changes wait."""
 
 
 async def watch_kv(
     schedulers: Schedulers, worker: str = ""
 ) -> AsyncGenerator[kv_pb2.WatchKvResponse]:
-    """Yield the events of one worker, or of all, and continue when a scheduler is replaced.
+    """Yield the KV events of one worker or, if `worker` is empty, of all workers.
 
-    When a scheduler is lost, the generator yields an event for each of the scheduler's workers: the
-    event clears the worker's blocks. A worker that a newer scheduler already reports is left out.
+    The generator continues when a scheduler is replaced. When a scheduler is lost, the generator
+    yields `KvCacheCleared` for each of the scheduler's workers, except for workers that a newer
+    scheduler already reports.
 
     Raises:
         UnimplementedError: A scheduler was started without --kv-events.
@@ -56,7 +57,8 @@ class _Watches:
         self._unread = unread
         self._tasks: dict[str, asyncio.Task[None]] = {}
         self._epochs: dict[str, int] = {}
-        """The newest epoch of each worker; events of older schedulers are dropped."""
+        """Maps each worker to the epoch of its newest scheduler; events of older schedulers are
+        dropped."""
 
     async def keep(self) -> None:
         """Watch all connected schedulers, until cancelled."""
@@ -94,7 +96,7 @@ class _Watches:
 
 
 def _cleared(last: kv_pb2.WatchKvResponse) -> kv_pb2.WatchKvResponse:
-    """Return a message that clears the blocks of a worker, given its last message."""
+    """Return a message with `KvCacheCleared` for a worker; `last` is the worker's last message."""
     return kv_pb2.WatchKvResponse(
         worker=last.worker,
         epoch=last.epoch,

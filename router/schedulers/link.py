@@ -1,7 +1,8 @@
 """The router's stream to one scheduler: submits and cancels requests, and delivers their events.
 
 If the stream breaks or the scheduler is replaced, live requests wait. The router then submits each
-one to the next scheduler, from its replay record and with the tokens so far.
+request to the next scheduler, from the request's `ReplayRecord` and with the tokens that the
+request already has.
 """
 
 import asyncio
@@ -102,7 +103,7 @@ class SchedulerLink:
         self.status = f"waiting for the scheduler at {target}"
         """Why no scheduler is connected. The text has no meaning while a scheduler is connected."""
         self.is_starting = True
-        """Whether `status` is normal during a start."""
+        """Whether `status` is normal while the service starts."""
         self.hang: str | None = None
         """Why the connected scheduler seems to hang; None: it does not."""
         self.epoch = 0
@@ -132,7 +133,7 @@ class SchedulerLink:
         self._backoff_s = _MIN_BACKOFF_S
         self._is_urgent = asyncio.Event()
         self._hurries_until = 0.0
-        """The time, on the event loop's clock, until which retries are frequent."""
+        """The time, on the event loop's clock, until which the link often tries to connect."""
 
     @property
     def is_connected(self) -> bool:
@@ -186,7 +187,7 @@ class SchedulerLink:
     async def resume(
         self, request_id: str, tenant: str, first_seq_key: int, start: StartResumed
     ) -> LiveRequest:
-        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` new keys."""
+        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` new sequence keys."""
         if self._outbox is None:
             raise UnavailableError(self.status)
         self._outbox.resume(request_id, tenant, first_seq_key)
@@ -199,7 +200,7 @@ class SchedulerLink:
         self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:
-        """Retry now, and often for a while, because another scheduler was lost."""
+        """Try to connect now, and often for a while, because another scheduler was lost."""
         self._backoff_s = _MIN_BACKOFF_S
         self._hurries_until = asyncio.get_running_loop().time() + _HURRY_S
         self._is_urgent.set()

@@ -42,7 +42,10 @@ class LiveTable:
         return {key: table.pop(key) for key in seq_keys if key in table}
 
     def find(self, first_seq_key: int) -> LiveRequest | None:
-        """Return the request whose output 0 has this key, even if the output has ended."""
+        """Return the request whose output 0 has the key `first_seq_key`.
+
+        Output 0 may have ended, as long as another output of the request is live.
+        """
         if (live := self._seq_key_to_live.get(first_seq_key)) is not None:
             return live
         lives = self._seq_key_to_live.values()
@@ -52,7 +55,7 @@ class LiveTable:
         """Deliver the events of a step; return the sequences that ended with a stop string.
 
         The caller must cancel these sequences at the scheduler. `is_new` is False for the past
-        events of a resumed request, which another router has counted.
+        events of a resumed request; they are not counted in the metrics again.
         """
         # If a sequence is missing, the router cancelled it before these events arrived.
         now = asyncio.get_running_loop().time()

@@ -1,7 +1,7 @@
-"""Calls to schedulers: load and unload their models, and ask which are loaded.
+"""Calls that load and unload the models of schedulers, and ask for the schedulers' load.
 
-The calls use separate channels, because the link to a scheduler closes when the scheduler's model
-changes, and connects only after the scheduler's workers have had a model.
+The calls use separate channels, because the link (`link.py`) to a scheduler closes when the
+scheduler's model changes, and connects only after the scheduler's workers have had a model.
 """
 
 import asyncio
@@ -31,9 +31,9 @@ log = structlog.get_logger()
 class LoadingCalls:
     """Calls to schedulers; `targets` maps each scheduler's address to whether it is connected.
 
-    `NotFoundError` means that no scheduler has such a worker. A scheduler that is not connected may
-    be a standby; its failure is ignored if another scheduler answers. `load` and `unload` raise the
-    schedulers' other errors.
+    `NotFoundError` means that no scheduler has the `worker` of the call. A scheduler that is not
+    connected may be a standby; its `UnavailableError` is ignored if another scheduler answers.
+    `load` and `unload` raise all other errors of the schedulers.
     """
 
     def __init__(self, tls: ClientTls | None = None) -> None:
@@ -78,7 +78,7 @@ class LoadingCalls:
     ) -> AsyncGenerator[loading_pb2.LoadResponse]:
         """Load a model at a worker, or at all workers if `worker` is empty; yield the progress.
 
-        An empty `directory` means the model that the worker had.
+        If `directory` is empty, each worker loads the last model that it had.
         """
         request = loading_pb2.LoadRequest(worker=worker, directory=directory)
         tolerated: list[QuireError] = []
@@ -137,6 +137,6 @@ def _tolerate(
 
 
 def _check_answered(tolerated: Sequence[QuireError], num_asked: int) -> None:
-    """Raise one of the errors if all schedulers failed, preferably a `NotFoundError`."""
+    """Raise one of `tolerated` if all schedulers failed, preferably a `NotFoundError`."""
     if tolerated and len(tolerated) == num_asked:
         raise next((each for each in tolerated if isinstance(each, NotFoundError)), tolerated[0])

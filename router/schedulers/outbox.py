@@ -76,7 +76,10 @@ class SchedulerOutbox:
             self._filled.set()
 
     async def next(self) -> scheduler_pb2.ConnectRequest:
-        """Wait for the next message. Cancellations come first, because they make room."""
+        """Return the next message; wait until there is one.
+
+        Cancellations come first, because they make room at the scheduler.
+        """
         while not self:
             self._filled.clear()
             await self._filled.wait()
