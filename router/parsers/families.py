@@ -61,7 +61,7 @@ class ToolFamily:
 
     @property
     def is_harmony(self) -> bool:
-        """Whether a whole output, including thinking, consists of harmony's messages."""
+        """Whether outputs, including thinking, consist of messages in harmony, gpt-oss's format."""
         return isinstance(self.syntax, HarmonySyntax)
 
 
@@ -240,5 +240,5 @@ THINKING_FAMILIES: Final[Mapping[str, Thinking]] = MappingProxyType(
     }
 )
 """A chat template belongs to the first of these families whose markers `end` and `other_ends` the
-template contains. Harmony is not among these families, because its entry in `TOOL_FAMILIES` reads
-both thinking and calls."""
+template contains. Harmony, gpt-oss's format, is not among these families, because its entry in
+`TOOL_FAMILIES` reads both thinking and calls."""

@@ -98,7 +98,7 @@ class LiteralText:
     def end(self) -> bool:
         """Signal the end of the text; return whether the literal is complete.
 
-        Only this call completes a number at the end of the text, because more digits could have
+        Only `end` completes a number at the end of the text, because more digits could have
         followed.
         """
         if self._within == "number" and self._number in _NUMBER_ENDS:

@@ -7,14 +7,14 @@ from router.parsers.pieces import Piece, Pieces, Reader, Text
 from router.parsers.source import Reading, Source
 
 Part: TypeAlias = Callable[[Source, Pieces], Reading[None]]
-"""Parses a part of an output; the last part reads to the output's end."""
+"""A function that parses a part of an output. The last function reads to the output's end."""
 
 _SLICE_CHARS = 1024
 """How many characters are searched for markers at a time."""
 
 
 class OutputReader:
-    """Reads an output with one generator after another, each for a part of the output."""
+    """Reads an output with one generator after another, each of which reads a part."""
 
     def __init__(self, parts: Sequence[Part]) -> None:
         self._source, self._pieces = Source(), Pieces()
@@ -67,7 +67,7 @@ def plain_text(source: Source, pieces: Pieces) -> Reading[None]:
 
 
 def read_by(reader: Reader) -> Part:
-    """Return a part in which `reader` reads the rest of the output."""
+    """Return a `Part` that reads the rest of the output with `reader`."""
 
     def part(source: Source, pieces: Pieces) -> Reading[None]:
         while True:

@@ -1,4 +1,4 @@
-"""Parses the tool calls in an output as the output arrives, in the syntax of a model family.
+"""Parses tool calls in the syntax of a model family, while the output arrives.
 
 A call begins once its name is known and its arguments have begun. From then on, the arguments are
 passed on as they arrive. If the text breaks the syntax before the call begins, everything from the

@@ -117,10 +117,10 @@ class Cells:
             self.shared.check_quota(num_bytes, most)
 
     async def use(self, model: str, *, is_patient: bool = False) -> Inference:
-        """Return the cell of a request's model; first load the model if models load on demand.
+        """Return the cell of a request's model; with loading on demand, load the model first.
 
         If `is_patient` is true, models that are busy with other requests are not unloaded to make
-        room.
+        room for this model.
 
         Raises the errors of `of` and `OnDemand.wait_until_loaded`.
         """

@@ -139,7 +139,7 @@ class ModelText:
         return Detokenizer(self._tokenizer.table, skip_special_tokens=skip_special_tokens)
 
     def chat_template(self, model: str, source: str | None = None) -> ChatTemplate:
-        """Return the template with the text `source` or, if that is None, the model's template.
+        """Return the template with the text `source`; if `source` is None, the model's template.
 
         Raises `UnimplementedError` if the model has no chat template, and `InvalidArgumentError` if
         `source` is malformed or the router does not trust requests' templates.

@@ -3,11 +3,14 @@
 Unloading a model loses no request: the model's scheduler keeps the requests with their tokens, and
 they continue after the model's next load. Until then, these requests count as demand for the model.
 So if more models are busy than may be loaded at once, the models take turns, and each model stays
-loaded for a minimum time. Requests of the lowest priority, such as lines of batches, are patient: a
-model that is busy with other requests is not unloaded for a patient request. A model that has had
-no request for some time may be unloaded, too; the model's next request loads it again. Only one
-router may load models on demand at the same schedulers, since two routers might load two models at
-once.
+loaded for a minimum time.
+
+Requests of the lowest priority, such as lines of batches, are patient: a model that is busy with
+other requests is not unloaded for a patient request.
+
+A model that has had no request for some time may be unloaded, too; the model's next request loads
+it again. Only one router may load models on demand at the same schedulers, since two routers might
+load two models at once.
 """
 
 import asyncio

@@ -9,7 +9,7 @@ from router.live.live_request import LiveRequest
 
 
 def submitted(live: LiveRequest) -> dict[str, AttributeValue]:
-    """Return a submitted request's attributes; most are left out at their default values."""
+    """Return a submitted request's attributes; most attributes with default values are left out."""
     record, sampling = live.record, live.record.sampling
     attributes: dict[str, AttributeValue | None] = {
         "gen_ai.operation.name": "text_completion",

@@ -30,8 +30,8 @@ class Delivery:
 
     Writing a token to its client takes ten times as long as receiving it from the scheduler. So
     when writing would take nearly all of the processor's time, the next wave waits, and then writes
-    all new tokens of a stream at once. A router with spare time passes each step on at once. A wave
-    that takes long, as when a thousand requests end in one step, lets other callbacks run in
+    all new tokens of a stream together. A router with spare time passes each step on at once. A
+    wave that takes long, as when a thousand requests end in one step, lets other callbacks run in
     between.
     """
 
@@ -47,7 +47,7 @@ class Delivery:
         self._waiting: list[LiveRequest] = []
         """The requests of the next wave, each once. `is_waiting` of these requests is True."""
         self._wave: deque[LiveRequest] = deque()
-        """The rest of a wave that has let other callbacks run."""
+        """The requests that the current wave has not flushed yet."""
         self._timer: asyncio.Handle | None = None
         """Starts the next wave, or the rest of the current one."""
         self._last_at, self._last_busy_s = now(), self._busy_s()
@@ -59,9 +59,10 @@ class Delivery:
     def begin(self, num_streams: int) -> float:
         """Begin a wave for a step with events of `num_streams` streams, unless the wave must wait.
 
-        Returns the time until which the caller may flush a request as soon as it has pushed the
-        request's token, while the request's objects are in the processor's caches. -inf: the caller
-        may flush no request. The caller passes all requests that it has not flushed to `add`.
+        Returns a time on the clock of `now`. Until that time the caller may flush a request as soon
+        as the request's token is pushed, while the request's objects are in the processor's caches.
+        -inf: the caller may flush no request. The caller passes all requests that it has not
+        flushed to `add`.
         """
         if self._timer is not None or self._wait_s(num_streams) > 0:
             return -math.inf

@@ -13,7 +13,7 @@ _LOOK_S: Final = 0.25
 """How often to look for schedulers that are not watched yet."""
 _MAX_UNREAD: Final = 16
 """How many unread messages the router keeps for a caller of `watch_kv`. Further messages wait at
-the schedulers, which limit how many changes wait."""
+the schedulers, which limit how many changes of blocks wait."""
 
 
 async def watch_kv(

@@ -88,8 +88,8 @@ class LinkOwner(Protocol):
 class SchedulerLink:
     """Owns the stream to one scheduler and the table of its live requests.
 
-    `run` reads the stream and never waits for a request's reader. `submit` and `cancel` put
-    messages into the `SchedulerOutbox` and never wait.
+    `run` reads the stream and never waits for a client to read its events. `submit` and `cancel`
+    put messages into the `SchedulerOutbox` and never wait.
     """
 
     def __init__(self, target: str, config: LinkConfig, owner: LinkOwner) -> None:
@@ -97,7 +97,7 @@ class SchedulerLink:
         self.model: ModelInfo | None = None
         """The model of the latest scheduler."""
         self.resume_grace_s = 0.0
-        """How long the latest scheduler keeps a resumable request without a reader."""
+        """How long the latest scheduler continues a resumable request whose client has left."""
         self.max_waiting: int | None = None
         """Limit on sequences that wait at one of the scheduler's workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
@@ -116,7 +116,8 @@ class SchedulerLink:
         self.table = LiveTable(of_model(config.model_name))
         """The scheduler's live sequences; without a scheduler, they wait for the next one."""
         self.room: int | None = None
-        """The last known room in the scheduler's queues, in sequences; None: no limit reported."""
+        """How many more sequences the scheduler's queues can take, as far as the router knows;
+        None: no limit is known."""
         self.is_unloaded = False
         """Whether all workers have unloaded the model, so that requests wait."""
         self._config = config

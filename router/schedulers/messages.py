@@ -19,7 +19,7 @@ class Welcome:
     epoch: int
     model: ModelInfo
     resume_grace_s: float
-    """How long a resumable request continues without a reader."""
+    """How long the scheduler continues a resumable request whose client has left."""
     superseded_epochs: frozenset[int]
     """Epochs of the schedulers whose workers this scheduler has taken over."""
     max_waiting: int | None
