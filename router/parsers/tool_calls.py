@@ -42,7 +42,7 @@ def new_mistral_id() -> str:
 
 
 class Calls:
-    """Collects the calls of one output while it is parsed."""
+    """Collects the calls of one output while the output is parsed."""
 
     def __init__(self, source: Source, pieces: Pieces, tools: Tools | None) -> None:
         """`tools` is None if calls are plain text."""

@@ -152,7 +152,7 @@ class Admission:
             self._drained.set()
 
     async def drain(self) -> None:
-        """Admit no more requests; return when the live ones have been read to the end."""
+        """Admit no more requests; return when all live requests have been read to the end."""
         self._is_draining = True
         if self._admitted:
             await self._drained.wait()

@@ -40,7 +40,8 @@ class Cells:
     ) -> None:
         """`cells` has at least one cell; the names of the cells differ.
 
-        All cells have this `shared`. Requests that name no model go to the first cell.
+        `shared` is the admission that all cells share. Requests that name no model go to the first
+        cell.
         """
         self.all = tuple(cells)
         self.shared = shared
@@ -70,7 +71,7 @@ class Cells:
         raise ModelNotFoundError(model, [name for cell in self.all for name in cell.model.names()])
 
     def served_by(self, model: str) -> str:
-        """Return the name of the cell that serves `model`; `model` itself if there is none."""
+        """Return the name of the cell that serves `model`; `model` itself if no cell serves it."""
         try:
             return self.of(model).name
         except NotFoundError:
@@ -271,7 +272,7 @@ class Cells:
     # --- the end --------------------------------------------------------------------------------
 
     async def drain(self) -> None:
-        """Admit no more requests; return when the live ones have been read to the end.
+        """Admit no more requests; return when all live requests have been read to the end.
 
         If this call is cancelled, resumable requests continue at their schedulers, and their
         clients get an error that asks them to resume at another router.

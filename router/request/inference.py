@@ -93,8 +93,8 @@ class Inference:
     async def check_capacity(self, num_requests: int, n: int) -> None:
         """Check that all requests of one call, with `n` outputs each, could be live at once.
 
-        Raises `InvalidArgumentError` if there are too many even for an idle service, so that a
-        retry is useless.
+        Raises `InvalidArgumentError` if the requests are too many even for an idle service, so that
+        a retry is useless.
         """
         with refusals_counted(self.name):
             self._admission.check_capacity(num_requests)

@@ -62,7 +62,7 @@ class SchedulerCalls:
         return response
 
     async def unload_adapter(self, name: str, digest: bytes) -> None:
-        """Unload an adapter once no request uses it; an empty `digest` matches any contents."""
+        """Unload an adapter once no request uses it; an empty `digest` matches any adapter."""
         request = adapters_pb2.UnloadAdapterRequest(name=name, digest=digest)
         await _call(self._adapters.UnloadAdapter, request, timeout_s=None)
 

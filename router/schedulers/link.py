@@ -114,7 +114,8 @@ class SchedulerLink:
         """When the link was made or lost its scheduler, on the event loop's clock; None: the link
         is connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The scheduler's live sequences; without a scheduler, they wait for the next one."""
+        """The scheduler's live sequences; without a scheduler, the sequences wait for the next
+        scheduler."""
         self.room: int | None = None
         """How many more sequences the scheduler's queues can take, as far as the router knows;
         None: no limit is known."""

@@ -37,7 +37,7 @@ class LiveTable:
         self.take(live.live_seq_keys)
 
     def take(self, seq_keys: Iterable[int]) -> dict[int, LiveRequest]:
-        """Remove sequences; return the ones that were in the table, with their requests."""
+        """Remove sequences; return the removed sequences' keys with their requests."""
         table = self._seq_key_to_live
         return {key: table.pop(key) for key in seq_keys if key in table}
 
