@@ -1,4 +1,4 @@
-"""Runs a rank other than 0. As a command, it reads a `Member` from standard input."""
+"""Runs a rank other than 0. Run as a command, this file reads a `Member` from standard input."""
 
 import os
 import signal
@@ -15,7 +15,7 @@ _ONE_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 
 
 def prepare_environment(master_addr: str) -> None:
-    """Set environment variables that torch's libraries read on import, unless they are set."""
+    """Set the unset ones of some environment variables that torch's libraries read on import."""
     # Otherwise torch's threads spin between parallel regions, on cores that the router, the
     # scheduler and clients need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

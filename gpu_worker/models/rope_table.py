@@ -20,8 +20,8 @@ from gpu_worker.weights.json_fields import ModelError
 def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.Tensor:
     """Return cosines, then sines, of every position's angles: float32 `[num_positions, D]`.
 
-    YaRN and LongRoPE also multiply them by the attention factor. `head_dim` is the number of
-    rotated dimensions of a head; `rope.rotated_share` is ignored.
+    With YaRN and LongRoPE, the cosines and sines are multiplied by the attention factor. `head_dim`
+    is the number of rotated dimensions of a head; `rope.rotated_share` is ignored.
     """
     exponents = torch.arange(0, head_dim, 2, dtype=torch.float32) / head_dim  # [D / 2]
     wavelengths = rope.theta**exponents  # positions per radian
@@ -53,8 +53,9 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
 def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Divide low frequencies by `factor`, and keep high ones, as Llama 3.1 does.
 
-    Frequencies with fewer than `low_freq_factor` turns per original context are divided.
-    Frequencies with more than `high_freq_factor` turns are kept. The others are interpolated.
+    What counts is how many turns a frequency makes in `original_max_position_embeddings` tokens.
+    With fewer than `low_freq_factor` turns it is divided, and with more than `high_freq_factor`
+    turns it is kept. Frequencies in between are interpolated.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -63,11 +64,11 @@ def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> tor
 
 
 def _stretch_as_yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScaling) -> torch.Tensor:
-    """Divide low frequencies by `factor`, keep high ones, and interpolate between."""
+    """Divide low frequencies by `factor`, keep high ones, and interpolate those in between."""
     head_dim = 2 * len(wavelengths)
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose frequency makes this many turns in the original context."""
+        """Return the dimension whose frequency makes `turns` turns in the original length."""
         longest = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(longest) / (2 * math.log(theta))
 

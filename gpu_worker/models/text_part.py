@@ -97,7 +97,7 @@ model. Other text parts are not supported."""
 _OF_THE_WHOLE: Final = (
     *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
 )
-"""Fields that a text part takes from the whole model's config if it lacks them."""
+"""Fields that come from the whole model's config if the text part's config lacks them."""
 _ROPES: Final = ("rope_parameters", "rope_scaling")
 _OTHER_PARTS: Final = (
     *("visual.", "vision_tower.", "vision_model.", "multi_modal_projector.", "embed_vision."),

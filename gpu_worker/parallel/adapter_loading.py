@@ -44,7 +44,7 @@ def load_on_all_ranks(leader: Leader, load_own: LoadOne) -> LoadOne:
 
 
 class FollowersLoader:
-    """Loads adapters in a rank other than 0, and keeps the last one until it is added."""
+    """Loads adapters in a rank other than 0, and keeps the last one until `take` fetches it."""
 
     def __init__(self, load_own: LoadOne) -> None:
         self._load_own = load_own
@@ -63,7 +63,10 @@ class FollowersLoader:
         return json.dumps({"digest": adapter.id.digest.hex()}).encode()
 
     def take(self) -> Adapter:
-        """Return the adapter that was loaded last. Rank 0 has received the answer about it."""
+        """Return the adapter that `answer` loaded last, and forget it.
+
+        Called when rank 0 has received the answers of all ranks.
+        """
         adapter, self._last = self._last, None
         assert adapter is not None, "rank 0 adds only what it has loaded"
         return adapter

@@ -35,7 +35,7 @@ class Follower:
     def __init__(self, member: Member) -> None:
         """Connect as soon as rank 0 listens, and wait until all ranks are connected.
 
-        The process ends if rank 0 ends first, or refuses this rank.
+        The process ends if rank 0 ends during this wait, or refuses this rank.
         """
         self._link = _connect(member)
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()

@@ -1,4 +1,4 @@
-"""Rank 0's side of its group: connects the other ranks, sends them calls, and ends with them.
+"""Rank 0's side of its connections: accepts the other ranks, and sends them the executor's calls.
 
 When a rank has died, a collective never returns: the thread that waits in it hangs, perhaps inside
 a GPU's driver. So when a rank is lost, or fails at a step that other ranks have begun, this process
@@ -33,7 +33,7 @@ _log = structlog.get_logger()
 class Leader:
     """Rank 0's connections to the other ranks.
 
-    One thread at a time sends calls of the executor, and one loads adapters.
+    One thread at a time sends calls of the executor, and one thread at a time loads adapters.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -65,12 +65,12 @@ class Leader:
         """Wait until all ranks are connected, and send them `welcome`.
 
         Args:
-            report: Called repeatedly with a status that names the missing ranks; an error that it
-                raises ends the wait.
+            report: Called repeatedly with a status that names the missing ranks. An error that
+                `report` raises ends the wait.
             welcome: The port of the store by which ranks find each other.
 
         Raises:
-            ModelError: A rank has other settings, or a rank of this machine has ended.
+            ModelError: A rank's settings differ from rank 0's, or a rank of this machine has ended.
         """
         others = range(1, self.member.place.num_ranks)
         self._listener.settimeout(_LOOK_S)

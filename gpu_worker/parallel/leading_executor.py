@@ -73,7 +73,10 @@ class LeadingExecutor:
         )
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:
-        """See `Executor.add_adapter`. `adapter` is what `load_on_all_ranks` loaded last."""
+        """See `Executor.add_adapter`.
+
+        `adapter` is what the loader of `load_on_all_ranks` returned last.
+        """
         self._leader.send(Frame(Kind.ADD_ADAPTER, str(number).encode()))
         with self._together():
             self._executor.add_adapter(number, adapter)

@@ -25,7 +25,7 @@ class Kind(IntEnum):
     """The kind of a frame."""
 
     HELLO = 1
-    """The other rank's first frame: its hello, as JSON."""
+    """The other rank's first frame: its number and its settings, as JSON."""
     WELCOME = 2
     """Rank 0's first frame: the port of the store by which ranks find each other, as JSON."""
     LAUNCH = 3
@@ -46,9 +46,9 @@ class Kind(IntEnum):
     ADAPTER = 10
     """The other rank's answer: the adapter's digest, or why it was not loaded, as JSON."""
     ADD_ADAPTER = 11
-    """Make the adapter that was read last available to steps: its number, as text."""
+    """Make the adapter that was read last available to steps. The content is its number, as text."""
     REMOVE_ADAPTER = 12
-    """Free an adapter as soon as no row uses it: its number, as text."""
+    """Free an adapter as soon as no row uses it. The content is the adapter's number, as text."""
 
 
 @dataclass(frozen=True, slots=True)

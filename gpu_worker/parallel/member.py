@@ -61,7 +61,8 @@ class Member:
         """Check another member's `hello`; return its rank.
 
         Raises:
-            ModelError: Its settings differ from this member's, or its rank is out of range.
+            ModelError: The other member's settings differ from this member's, or its rank is out
+                of range.
             ValueError, KeyError, TypeError, AttributeError: `hello` is not a rank's hello.
         """
         said: dict[str, Any] = json.loads(hello)

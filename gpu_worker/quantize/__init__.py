@@ -1,1 +1,1 @@
-"""Writes a model as a checkpoint of 4- or 8-bit integers, fitted to a text: `quire quantize`."""
+"""`quire quantize`: rounds a model's weights to 4- or 8-bit integers, and writes a checkpoint."""

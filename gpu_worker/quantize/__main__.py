@@ -1,4 +1,4 @@
-"""Quantizes a model. `quire quantize` runs this in a separate process, because it imports torch."""
+"""Quantizes a model. `quire quantize` runs this file in a separate process: the file imports torch."""
 
 import argparse
 import sys

@@ -2,6 +2,8 @@
 
 By the time a layer's maps are rounded, all earlier layers are rounded. The maps are fitted to the
 inputs that they get from these layers, and so compensate for part of these layers' errors.
+
+Symbols: `S` samples, `T` tokens of a sample, `K` input features of a linear map.
 """
 
 import contextlib
@@ -38,11 +40,13 @@ class Rounding:
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
-    """Raised at the first layer, for each sample but the first: later layers need not run again."""
+    """Stops the model's run on the second and each later sample, once layer 0 has its input."""
 
 
 def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> torch.Tensor:
-    """Return token ids int64[S, length] of up to `num_samples` places, spread evenly over a text.
+    """Return the token ids of up to `num_samples` samples of a text, int64[S, length].
+
+    The samples are spread evenly over the text.
 
     Raises:
         ModelError: The text cannot be read, or is shorter than one sample.
@@ -83,8 +87,9 @@ def round_layers(
         progress: Called with the number of layers that are done, and the number of all layers.
 
     Raises:
-        ModelError: The model has no list of layers, a layer has experts in one tensor, or a map's
-            input features do not fill whole groups, or its output features whole words.
+        ModelError: The model has no list of layers; or a layer has all experts in one tensor; or
+            the input features of a map are not a multiple of `rounding.group_size`; or its output
+            features are not a multiple of `rounding.per_word`.
     """
     prefix, layers = _find_layers(model)
     _refuse(prefix, layers, rounding)
@@ -143,9 +148,9 @@ def _refuse(prefix: str, layers: nn.ModuleList, rounding: Rounding) -> None:
 def _inputs_of_layers(
     model: nn.Module, layers: nn.ModuleList, samples: torch.Tensor
 ) -> tuple[list[torch.Tensor], dict[int, Mapping[str, Any]]]:
-    """Return the first layer's input for each sample, and each layer's other arguments.
+    """Return layer 0's input for each sample, and the keyword arguments of each layer, by number.
 
-    The other arguments, such as masks and angles, are the same for all samples, because all samples
+    Keyword arguments, such as masks and angles, are the same for all samples, because all samples
     have the same length.
     """
     inputs: list[torch.Tensor] = []
@@ -178,7 +183,10 @@ def _inputs_of_layers(
 
 @contextlib.contextmanager
 def _observed(maps: Mapping[str, nn.Linear]) -> Iterator[dict[str, torch.Tensor]]:
-    """While the `with` block runs, sum `x @ x.T` over each map's inputs: float32[K, K], by name."""
+    """While the `with` block runs, sum `x @ x.T` over the inputs x of each map.
+
+    Yields the sums, float32[K, K], by the map's name.
+    """
     sums = {name: torch.zeros(2 * (each.in_features,)) for name, each in maps.items()}
 
     def add(name: str, x: torch.Tensor) -> None:

@@ -1,4 +1,4 @@
-"""Writes rounded maps and a model's other tensors as GPTQ, a format that other engines read, too.
+"""Writes a model with rounded linear maps in GPTQ's format, which other engines read, too.
 
 Symbols: `N` output features of a linear map, `K` its input features.
 """
@@ -21,7 +21,10 @@ _WEIGHTS = ("*.safetensors", "*.safetensors.index.json", "*.bin", "*.bin.index.j
 
 
 def pack_words(integers: torch.Tensor, bits: int) -> torch.Tensor:
-    """Pack `int32[M, C]` to words `int32[M, C * bits / 32]`, the first in the lowest bits."""
+    """Pack integers `int32[M, C]` to words `int32[M, C * bits / 32]`.
+
+    The first integer of a word is in the word's lowest bits.
+    """
     per_word = 32 // bits
     in_word = integers.long().view(integers.shape[0], -1, per_word)
     words = torch.zeros(in_word.shape[:2], dtype=torch.int64)
@@ -31,7 +34,10 @@ def pack_words(integers: torch.Tensor, bits: int) -> torch.Tensor:
 
 
 def gptq_tensors(rounded: RoundedWeight, bits: int) -> dict[str, torch.Tensor]:
-    """Return a map's tensors by the ends of their names; the format stores zero points minus 1."""
+    """Return the tensors of a map, by the last part of their names, such as "qweight".
+
+    The format stores zero points minus 1.
+    """
     num_in, num_groups = rounded.values.shape[1], rounded.scales.shape[1]
     return {
         "qweight": pack_words(rounded.values, bits).t().contiguous(),

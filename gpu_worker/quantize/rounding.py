@@ -1,9 +1,13 @@
 """Rounds the weight of a linear map to integers, and changes the map's outputs as little as it can.
 
-GPTQ (Frantar et al., 2022): input features are rounded one after another. The weights of features
-that are not rounded yet change to compensate for each error, as far as these features are
-correlated with the rounded one in the map's inputs. Features with large inputs go first. A group's
-scale is chosen before its features are rounded.
+GPTQ (Frantar et al., 2022): input features are rounded one after another, those with large inputs
+first. To compensate for the error of a rounded feature, the weights of the features that are not
+rounded yet change. This compensates only as far as the inputs of these features and of the rounded
+feature are correlated.
+
+Input features form groups. A group has one scale and one zero for each output feature, which are
+chosen before any feature is rounded. Scale and zero define the group's *grid*: the numbers to which
+its weights can be rounded.
 
 Symbols: `N` output features of a linear map, `K` its input features, `G` groups of input features.
 """
@@ -14,9 +18,10 @@ from typing import Final
 import torch
 
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""Candidate grids, as shares of a group's range; a smaller grid is finer but clips outliers."""
+"""The fractions of the range of a group's weights that `_fit_grid` tries to cover with a grid. A
+smaller fraction makes the grid finer, but clips outliers."""
 _DAMPING: Final = 0.01
-"""Damping: each diagonal entry of `products` grows by this share of the diagonal's mean."""
+"""Damping: each diagonal entry of `products` grows by this fraction of the diagonal's mean."""
 _PIECE: Final = 128
 """Number of features to round before passing their errors to later features."""
 _LEAST_SCALE: Final = 1e-6
@@ -40,7 +45,7 @@ class RoundedWeight:
 
 
 def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int) -> RoundedWeight:
-    """Round each number by itself; a group's grid covers its whole range."""
+    """Round each number to the nearest of its grid, which covers the whole range of its group."""
     groups = weight.float().view(weight.shape[0], -1, group_size)
     scales, zeros = _grid(groups, bits, 1.0)
     values = _round(groups, scales, zeros, bits)
@@ -50,7 +55,7 @@ def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int) -> Rounde
 def round_for_inputs(
     weight: torch.Tensor, products: torch.Tensor, bits: int, group_size: int
 ) -> RoundedWeight:
-    """Round a weight for the inputs that a map has seen.
+    """Round a map's weight so that the outputs for the map's past inputs change little.
 
     Args:
         weight: `[N, K]`.
@@ -89,8 +94,8 @@ def round_for_inputs(
 def _error_shares(products: torch.Tensor) -> torch.Tensor:
     """Return the upper Cholesky factor of the inverse of `products`, `[K, K]`.
 
-    Row k, divided by its diagonal entry, says how much the weight of each later feature changes per
-    unit of feature k's error.
+    With the factor `U`, the weight of a later feature j changes by `U[k, j] / U[k, k]` per unit of
+    feature k's error.
     """
     damped = products.double()
     squares = damped.diagonal()

@@ -1,7 +1,8 @@
 """Collectives: the ranks' exchanges during a step, over `torch.distributed`.
 
-Every rank makes the same calls in the same order. On CUDA the calls use NCCL and return before the
-device is done. Calls that return values to the host use gloo, as do all calls on a CPU.
+Every rank makes the same calls in the same order. On CUDA, calls that return values to the host use
+gloo. All other calls on CUDA use NCCL, and return before the device is done. On a CPU, all calls use
+gloo.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` output features.
 """
@@ -29,7 +30,7 @@ class SummedMap:
     """A map `[T, K]` to `[T, N]` that sums the results of `part` over the ranks of a stage."""
 
     part: RowMap
-    """This rank's part; its inputs are this rank's share."""
+    """This rank's part of the map, which takes this rank's share of the input features."""
     group: dist.ProcessGroup | None
     """The ranks of the stage."""
 
@@ -90,10 +91,10 @@ class Ranks:
         return SummedMap(part, self._stage)
 
     def joined(self, part: RowMap, num_out: int) -> RowMap:
-        """Make a map `[S, K]` to `[S, num_out]` that joins the stage's results of `part`.
+        """Make a map `[S, K]` to `[S, num_out]` that joins the results of the stage's ranks.
 
-        `Place.vocabulary` says which outputs each rank's `part` computes. Every rank of the stage
-        gets all outputs.
+        `part` is this rank's part of the map: `Place.vocabulary` says which outputs it computes.
+        Every rank of the stage gets all outputs.
         """
         size = self.place.tensor_size
         width = -(-num_out // size)

@@ -13,7 +13,7 @@ from model_files.errors import ModelError
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """One rank's place in its group. The default is a single process."""
+    """Which rank a process is, and how a model is split. The default is a single process."""
 
     rank: int = 0
     """In [0, num_ranks)."""
@@ -24,7 +24,7 @@ class Place:
 
     @property
     def num_ranks(self) -> int:
-        """Number of ranks in the group."""
+        """Number of ranks that hold the model together."""
         return self.tensor_size * self.pipeline_size
 
     @property
@@ -49,12 +49,12 @@ class Place:
 
     @property
     def previous_rank(self) -> int:
-        """The rank that sends hidden states to this rank, if this is not in the first stage."""
+        """The rank that sends hidden states to this rank, if this rank is not in the first stage."""
         return self.rank + self.tensor_size
 
     @property
     def next_rank(self) -> int:
-        """The rank to which this rank sends hidden states, if this is not in the last stage."""
+        """The rank that gets this rank's hidden states, if this rank is not in the last stage."""
         return self.rank - self.tensor_size
 
     def layers(self, num_layers: int) -> range:
@@ -88,7 +88,7 @@ class Place:
         """Do as `share` does, but if there are fewer parts than ranks, several ranks share a part.
 
         Raises:
-            ModelError: Neither the number of parts nor that of ranks divides the other.
+            ModelError: Neither `count` nor the number of the stage's ranks divides the other.
         """
         if count % self.tensor_size and self.tensor_size % count:
             raise ModelError(
@@ -100,7 +100,7 @@ class Place:
     def groups(self, count: int) -> range:
         """Return this rank's share of `count` parts, as `share` and `share_or_repeat` do.
 
-        One of them must have accepted `count`.
+        One of these two methods must have accepted `count`.
         """
         start = count * self.tensor_rank // self.tensor_size
         return range(start, start + max(1, count // self.tensor_size))

@@ -1,4 +1,4 @@
-"""The random number of each draw, and the draw for rows on a CPU with top-k, top-p or min-p.
+"""The random number of each draw; on a CPU, also the draw for rows with top-k, top-p or min-p.
 
 `sampler.py` chooses the code that draws: this module, C code for other rows on a CPU, or a GPU's
 kernel.
@@ -43,9 +43,9 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     The token is the first at which the running sum of the weights, in the order of token ids,
     exceeds `uniform` times the sum of all the row's weights. A running sum over a whole vocabulary
-    is slow on every device. So the search first finds the tile of 256 tokens, by the sums of the
-    tiles, then the token in that tile. Sums are float64 and per row, so a row draws the same token
-    in any batch.
+    is slow on every device. So the search divides the vocabulary into tiles of 256 tokens. It first
+    finds the token's tile, by the running sum of the tiles' sums, and then the token in that tile.
+    Sums are float64 and per row, so a row draws the same token in any batch.
 
     Args:
         weights: float32[S, V], not negative; unnormalized probabilities.

@@ -1,13 +1,16 @@
 """Structured output: computes which tokens each row's grammar allows next, and masks the others.
 
-A row's grammar advances with each token that the row samples. On a GPU, a thread advances the
-grammar and computes the next mask as soon as the token is known, while the next step computes. The
-sampler waits only if the thread is late. On a CPU, the sampler computes masks when it needs them,
-because no core is free during a step, and two threads that compete for the GIL cost more than the
-masks. Also on a CPU, a row whose grammar forces a *run* of tokens, such as the rest of a key, needs
-no masks for the run, and usually no logits. Grammars are compiled on another thread while the
-prompt is computed. If that takes longer than the prompt, the step in which the row first samples
-waits.
+A row's grammar advances with each token that the row samples. On a GPU, a separate thread advances
+the grammar and computes the next mask as soon as the token is known, while the next step computes.
+The sampler waits only if this thread is late.
+
+On a CPU, the sampler itself computes masks when it needs them. A separate thread would find no free
+core during a step, and two threads that compete for the GIL cost more than the masks. If a grammar
+forces a *run* of tokens, such as the rest of a key, a CPU needs no masks for the run, and usually no
+logits.
+
+Grammars are compiled on another thread while the prompt is computed. If the compilation takes longer
+than the prompt, the step in which the row first samples waits for the grammar.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit per token.
 """
@@ -114,14 +117,15 @@ class _Row:
     def __init__(self) -> None:
         self.matcher: llguidance.LLMatcher
         self.run: Sequence[int] = ()
-        """The tokens that the grammar forces; the first of them may have been sampled already."""
+        """The tokens that the grammar forces; the row may have sampled the first few already."""
         self.sampled: list[int] = []
-        """The tokens of `run` sampled so far. The matcher gets all of them at once, because each
-        time that it gets tokens, the tokens that it forces are computed again."""
+        """The tokens of `run` that the row has sampled. The matcher gets them together, at the end
+        of the run, because `_look` computes the forced tokens each time the matcher has advanced.
+        """
         self.forced: int | None = None
-        """The only token allowed next; None: see `admitted`."""
+        """The only token allowed next; None: `admitted` has the tokens allowed next."""
         self.admitted: Int32Array
-        """int32[W], valid if `forced` is None: token t is bit t % 32 of word t // 32."""
+        """int32[W], valid if `forced` is None. Bit t % 32 of word t // 32 is set if token t is allowed."""
         self.is_stuck = False
         """Whether no token is allowed."""
 
@@ -157,7 +161,7 @@ class RowGrammars:
             vocab_size: V.
             eos_token_ids: At least one.
             device: Where logits are.
-            is_beside: Whether a separate thread computes masks beside the device's work.
+            is_beside: Whether a separate thread computes masks while the device computes.
 
         Raises:
             ValueError: The tokenizer cannot be used for grammars.
@@ -191,7 +195,7 @@ class RowGrammars:
         return self._asks_for_runs and bool(self._rows)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
-        """Give a free row its grammar and its output so far."""
+        """Give a free row its grammar, and advance the grammar by the output that the row has."""
         entry = self._rows[row] = _Row()
 
         def begin() -> None:
@@ -210,11 +214,11 @@ class RowGrammars:
             self._moves.clear()  # the tokens of a failed step never come
 
     def forced(self, rows: Sequence[int], places: Int64Array) -> ForcedTokens | None:
-        """Find the rows whose grammar allows only one token; None if there are none.
+        """Return the tokens of rows whose grammar allows only one token; None: no such row.
 
         Args:
             rows: Rows that have a grammar.
-            places: int64[len(rows)], ascending: their indexes in the step.
+            places: int64[len(rows)], ascending: the index of each row's sequence in the step.
         """
         self._catch_up(rows)
         which, token_ids = [], []
@@ -233,10 +237,10 @@ class RowGrammars:
         Args:
             logits: float32[S, V] on the device; changed.
             rows: Rows that have a grammar.
-            places: int64[len(rows)], the indexes of their logits.
+            places: int64[len(rows)], the index in `logits` of each row.
 
         Returns:
-            int64[F] on the host: indexes of rows whose grammar allows no token.
+            int64[*] on the host: those of `places` whose grammar allows no token.
         """
         self._catch_up(rows)
         entries = [self._rows[row] for row in rows]
@@ -252,7 +256,7 @@ class RowGrammars:
 
         Args:
             rows: Rows that have a grammar.
-            places: int64[len(rows)], the indexes of their tokens in `token_ids`.
+            places: int64[len(rows)], the index in the result of `token_ids` of each row's token.
             token_ids: Waits for the step's tokens. Called on the grammars' thread, or by
                 `restrict` or `forced`.
         """

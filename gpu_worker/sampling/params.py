@@ -41,7 +41,7 @@ class SamplingTable:
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
-        """Whether the row wants no log-probabilities, and at most a grammar changes its logits."""
+        """Whether only a grammar may change the row's logits, and no log-probabilities are wanted."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )
@@ -50,7 +50,7 @@ class SamplingTable:
         self.bias: dict[int, tuple[Int64Array, Float32Array]] = {}
         """Maps a row with a bias to token ids and the numbers added to their logits."""
         self.pools = np.zeros(max_num_seqs, np.bool_)
-        """Whether the row makes a vector instead of drawing."""
+        """Whether the row pools: its result is a vector, such as an embedding, and not a token."""
         self.pools_all = np.zeros(max_num_seqs, np.bool_)
         """Whether the row's vector needs the hidden states of tokens other than the last."""
         self.pooling: dict[int, Pooling] = {}

@@ -11,7 +11,7 @@ import torch
 class TokenCounts:
     """Counts each token's occurrences, only for rows with penalties.
 
-    Counts are dense on the device, `V` entries per row, in slots that are allocated on demand. The
+    The counts of a row are `V` entries on the device, its *slot*. Slots are allocated on demand. The
     owner calls `add` and `release` as rows come and go.
     """
 

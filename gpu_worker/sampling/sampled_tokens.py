@@ -44,7 +44,7 @@ class Vectors:
     pooling: tuple[Pooling, ...]
     """The pooling of each sequence."""
     values: torch.Tensor
-    """float32[P, D]: the vectors before they are cut and normalized."""
+    """float32[P, D]: the vectors before they are shortened and normalized as `pooling` says."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -57,7 +57,7 @@ class Sampled:
     """bool[S]: whether all of the sequence's logits were finite."""
     logprobs: SampledLogprobs | None
     stuck: Int64Array
-    """int64[*] on the host: sequences whose grammar allows no token."""
+    """int64[*] on the host: indexes of the sequences whose grammar allows no token."""
     vectors: Vectors | None = None
     """The vectors of sequences that pool; the tokens of these sequences mean nothing."""
 
@@ -128,7 +128,7 @@ class HostSampled:
     is_finite: BoolArray
     """bool[S]: whether all the sequence's logits were finite; if not, its token is meaningless."""
     stuck: Int64Array
-    """int64[*]: sequences whose grammar allows no token."""
+    """int64[*]: indexes of the sequences whose grammar allows no token."""
     logprobs: tuple[StepLogprob, ...]
     """In ascending order of `index`, which is an index in `token_ids`."""
     vectors: tuple[tuple[int, bytes], ...]
@@ -176,7 +176,7 @@ def _host_vectors(
     vectors: Vectors,
     values: Float32Array,  # [P, D]
 ) -> tuple[tuple[int, bytes], ...]:
-    """Cut and normalize each vector as requested."""
+    """Shorten and normalize each vector as its pooling says."""
     made = []
     for place, pooling, vector in zip(
         vectors.places.tolist(), vectors.pooling, values, strict=True

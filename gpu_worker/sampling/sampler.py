@@ -89,7 +89,7 @@ class Sampler:
             rows: int64[S]. A row may occur several times, at ascending positions, if it has neither
                 penalties nor a grammar.
             positions: int64[S], the new token's index in its sequence.
-            num_outputs: int64[S], output tokens of the sequence so far.
+            num_outputs: int64[S], the number of output tokens that the sequence has already.
             likeliest: The result of `ops.greedy` on the logits, if a graph has computed it; its
                 tokens may be changed and returned.
         """
@@ -140,7 +140,7 @@ class Sampler:
             self._structured.expect(rows[places].tolist(), places, token_ids)
 
     def _penalize(self, logits: torch.Tensor, rows: Int64Array, places: Int64Array) -> torch.Tensor:
-        """Penalize the logits of the sequences at `places`; return their count slots, int64[*]."""
+        """Penalize the logits at `places`; return the slots of their `TokenCounts`, int64[*]."""
         table, penalized = self.table, rows[places]
         index, slots, *factors = upload(
             [
@@ -197,7 +197,7 @@ class Sampler:
         logits.index_put_((index, token_ids), kept)
 
     def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the tokens of the maxima, int64[S], and which rows are finite, bool[S].
+        """Return the most likely tokens, int64[S], and whether all logits are finite, bool[S].
 
         On a GPU one pass computes both results. On a CPU the tokens are None, because `_argmax` can
         find them cheaply if they are needed.
@@ -235,7 +235,7 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """Return int64[S]: the most likely token or a draw, by the final logits.
+        """Return int64[S]: the most likely token at temperature 0, otherwise a draw.
 
         `likeliest`: the most likely tokens, if they are known. `is_suppressed`: whether many logits
         may be -inf.
@@ -264,7 +264,7 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """Draw a token for each of `rows` by the logits at `places`: int64[len(rows)]."""
+        """Return int64[len(rows)]: for each of `rows`, a token drawn by the logits at its place."""
         table = self.table
         temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)  # [len(rows)]
         uniform = uniforms(table.seed[rows], positions)  # [len(rows)]
@@ -372,9 +372,8 @@ def sample_others(
 def _exp_of_many_least(scaled: torch.Tensor) -> torch.Tensor:
     """Compute `scaled.exp()` for numbers up to 0, many of them -inf, twice as fast as torch.
 
-    Weights below `_LEAST_WEIGHT` become 0. This hardly changes draws: the weights add up to
-    at least 1, and random numbers are multiples of 2^-53, so only the random number 0 could draw
-    such a token.
+    Weights below `_LEAST_WEIGHT` become 0. A token with such a weight could be drawn only with the
+    random number 0: the weights add up to at least 1, and random numbers are multiples of 2^-53.
     """
     weights = torch.threshold(scaled, _LEAST_LOG, _LEAST_LOG).exp_()
     return torch.threshold_(weights, _LEAST_WEIGHT, 0.0)
@@ -390,7 +389,10 @@ def finite_rows(values: torch.Tensor) -> torch.Tensor:
 
 
 def _argmax(logits: torch.Tensor) -> torch.Tensor:
-    """Return int64[S]: each row's first maximum. On a CPU numpy takes a tenth of torch's time."""
+    """Return the index of each row's first maximum, int64[S].
+
+    On a CPU numpy takes a tenth of torch's time.
+    """
     if logits.device.type == "cpu":
         return torch.from_numpy(logits.numpy().argmax(axis=1))
     return logits.argmax(1)

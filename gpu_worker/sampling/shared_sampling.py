@@ -56,7 +56,7 @@ def share_sampling(sampler: Sampler, ranks: Ranks) -> Sampling:
 
 
 class SharedSampler:
-    """Rank 0's sampler: sends its tokens to the others. All ranks of the last stage have logits."""
+    """Rank 0's sampler: sends its tokens to the other ranks."""
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self._sampler = sampler
@@ -87,7 +87,10 @@ class SharedSampler:
 
 
 class ReceivedSamples:
-    """Another rank's sampler: returns rank 0's tokens, and ignores its own logits."""
+    """The sampler of a rank other than 0: returns rank 0's tokens.
+
+    All ranks of the last stage have logits, but only rank 0 samples by them.
+    """
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
         self._ranks = ranks
@@ -96,7 +99,7 @@ class ReceivedSamples:
     def add(
         self, row: int, params: SamplingParams, token_ids: Int32Array, num_prompt_tokens: int
     ) -> None:
-        """Keep the parameters that determine where the row ends."""
+        """Keep the row's parameters, which tell the executor where the row ends."""
         del token_ids, num_prompt_tokens
         if not self._ranks.place.is_last_stage:  # this rank has no logits to score prompts with
             params = replace(params, prompt_logprobs=None)

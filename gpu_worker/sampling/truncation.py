@@ -1,5 +1,7 @@
 """Cuts unlikely tokens off each row's distribution: top_k, then top_p, then min_p.
 
+The *candidates* are the largest logits of a row, among which the code looks for the cut.
+
 Symbols: `S` sequences, `V` vocabulary, `C` candidates.
 """
 

@@ -29,17 +29,17 @@ _log = structlog.get_logger()
 
 
 class AdapterSteps(Protocol):
-    """The part of `loop.StepLoop` that adapters need."""
+    """The part of `step_loop.StepLoop` that adapters need."""
 
     def add_adapter(self, number: int, adapter: "Adapter") -> Awaitable[None]:
-        """Make the adapter available to steps submitted after this call, by its number."""
+        """Let steps that are submitted after this call use the adapter, which they name by `number`."""
 
     def remove_adapter(self, number: int) -> Awaitable[None]:
         """Free an adapter as soon as no row uses it."""
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
-    """The worker's `AdapterService`: changes adapters one after another, while steps continue."""
+    """The worker's `AdapterService`: loads and unloads one adapter at a time, while steps continue."""
 
     def __init__(self, worker: WorkerService) -> None:
         self._worker = worker

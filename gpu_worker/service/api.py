@@ -52,7 +52,7 @@ _log = structlog.get_logger()
 
 
 class Steps(HostBlocks, Protocol):
-    """Runs the steps: `loop.StepLoop`, a simulation or a fake. Called from one event loop.
+    """Runs the steps: `step_loop.StepLoop`, a simulation or a fake. Called from one event loop.
 
     This is a protocol, because `StepLoop` imports torch, and the server starts before torch is
     imported.
@@ -62,7 +62,11 @@ class Steps(HostBlocks, Protocol):
     def num_rows_used(self) -> int: ...
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows, and take only steps of `attachment` afterwards; return what was held."""
+        """Forget all rows, and take only steps of `attachment` afterwards.
+
+        Returns:
+            Everything that the worker held before the call, its rows included.
+        """
 
     def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
         """Queue a step; the future gets its result or error."""
@@ -89,7 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._attachments = Attachments()
         self._executions = Executions()
         self._is_leaving = asyncio.Event()
-        """Set when the worker is about to end, and schedulers may leave."""
+        """Set when the worker begins to drain: `AwaitDrain` returns, and `Attach` is refused."""
         self._num_awaiting_drain = 0
         """Calls that wait for `_is_leaving`."""
         self._is_draining = False
@@ -182,10 +186,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return self._steps.num_rows_used if self._steps is not None and self._executions else 0
 
     async def drain(self, hand_over_s: float) -> None:
-        """Refuse new steps; wait until each stream has sent its results and ended.
+        """Let schedulers end their streams; then refuse new steps, and end all other streams.
 
-        First, a scheduler that has called `AwaitDrain` gets `hand_over_s` seconds to end its stream
-        itself.
+        A scheduler that has called `AwaitDrain` has `hand_over_s` seconds to end its stream itself.
+        After that, the worker ends each stream when the stream has sent its results.
         """
         if self._num_awaiting_drain:
             self._is_leaving.set()
@@ -202,7 +206,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
     async def Attach(  # noqa: N802 - the proto's name
         self, request: worker_pb2.AttachRequest, context: grpc.aio.ServicerContext[Any, Any]
     ) -> worker_pb2.AttachResponse:
-        """Attach a scheduler, by its epoch. The rows of the previous attachment are forgotten."""
+        """Attach a scheduler, by its epoch.
+
+        The worker forgets the rows of the previous attachment, but `ReadHoldings` still lists them.
+        """
         del context
         if self._is_unloaded and not self._is_draining:
             former_epoch = self._newest_epoch

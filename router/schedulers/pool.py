@@ -128,9 +128,11 @@ class Schedulers:
     async def check_capacity(self, num_seqs: int) -> None:
         """Check that `num_seqs` sequences could be live at once if there were no other sequences.
 
-        Raises InvalidArgumentError if the schedulers could not hold so many sequences, or if no
-        scheduler is connected, and UnavailableError if a scheduler does not answer.
+        Raises InvalidArgumentError if the schedulers could not hold so many sequences, and
+        UnavailableError if no scheduler is connected, or a scheduler does not answer.
         """
+        if not self._connected:
+            raise self.unavailable()
         links = [(link, link.max_waiting or 0) for link in self._connected]
         # If the queue of one worker is long enough, do not ask for the loads.
         if any(most == 0 or num_seqs <= most for _, most in links):

@@ -34,15 +34,15 @@ from gpu_worker.weights.json_fields import ModelError
 MaskFunction = Callable[
     [torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor | bool
 ]
-"""Tells, for each element of four tensors, whether a query sees a key. The tensors have indexes of
-batch, head, query and key."""
+"""A mask of transformers. Its four arguments are tensors of indexes: of batches, heads, queries and
+keys. It returns, for each element of these tensors, whether the query sees the key."""
 
 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:
     """Find a mask's window: the number of tokens that a token sees, including itself.
 
-    None: a token sees all earlier tokens. Computes only a few rows of the mask, so `num_positions`
-    may be large.
+    None: a token sees all earlier tokens. `num_positions` may be large, because the mask is computed
+    for only a few queries.
 
     Raises:
         ModelError: The mask is neither causal nor a sliding window, or depends on the tokens.
@@ -151,7 +151,7 @@ def read_options(query: torch.Tensor, given: dict[str, Any]) -> AttentionOptions
 
 
 def base_name(causal: Any) -> str:
-    """Return the attribute of a causal language model that holds the model without its head.
+    """Return the name of a causal model's attribute that holds the model without its head.
 
     Raises:
         ModelError: There is no such attribute.
@@ -181,7 +181,7 @@ _EXPERTS_TAKE: Final = ["hidden_states", "top_k_index", "top_k_weights"]
 
 
 def _skip_experts(model: nn.Module) -> None:
-    """Replace modules of experts by functions that return zeros of the right shape.
+    """Make modules of experts return zeros instead of computing.
 
     Some modules, such as LongCat's, read the contents of `top_k_index`. Tensors on the meta device
     have none.
@@ -196,8 +196,8 @@ def record_calls(
 ) -> ObservedPass:
     """Find out how a model attends, by running it once.
 
-    The model is built on the meta device, where tensors have shapes but no contents. Its masks are
-    checked up to `max_model_len` tokens.
+    The model is built on the meta device, where tensors have shapes but no contents. `read_window`
+    checks the model's masks for sequences of `max_model_len` tokens.
 
     Args:
         config: The model's config.
@@ -271,7 +271,11 @@ def record_calls(
 
 
 def _first_position(base: torch.nn.Module) -> int:
-    """Return the padding token's id plus one if positions are as in RoBERTa, otherwise 0."""
+    """Return the position that the model gives a sequence's first token.
+
+    It is 0, except in models that number positions as RoBERTa does: in these, it is the padding
+    token's id plus one.
+    """
     for module in base.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
             padding: Any = module.padding_idx
@@ -281,7 +285,7 @@ def _first_position(base: torch.nn.Module) -> int:
 
 @contextmanager
 def _unchecked_distributions() -> Iterator[None]:
-    """Turn off distributions' argument checks: tensors on the meta device have no values."""
+    """Turn off the checks of `torch.distributions`: meta tensors have no values to check."""
     before = Distribution._validate_args  # noqa: SLF001 - there is only a setter
     Distribution.set_default_validate_args(value=False)
     try:
@@ -293,10 +297,10 @@ def _unchecked_distributions() -> Iterator[None]:
 def _with_windows_of_masks(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> tuple[AttentionCall, ...]:
-    """Add the windows of masks to the calls of layers that pass attention no window.
+    """Add the mask's window to each call that names no window.
 
-    Qwen2-MoE has such layers. A model may make masks for kinds of layers that it does not have, so
-    unused masks are allowed.
+    Layers of Qwen2-MoE, for example, have a window only in their mask. A model may make masks for
+    kinds of layers that it does not have, so unused masks are allowed.
 
     Raises:
         ModelError: It is not clear which mask a layer uses.

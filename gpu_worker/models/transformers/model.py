@@ -227,9 +227,10 @@ _READING_WEIGHTS: Final = {"LongcatFlashTopkRouter"}
 
 
 def _replace_linear(module: nn.Module) -> None:
-    """Make a linear map of transformers run our code, which is faster and computes each row alone.
+    """Make a linear map of transformers run our code.
 
-    The weight moves to our map, which may change its layout; the module's own weight is emptied.
+    Our code is faster, and a token's result does not depend on the other tokens of the step. The
+    weight moves to our map, which may change the weight's layout; the module's own weight is emptied.
     """
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
@@ -269,8 +270,8 @@ _RECURRENT_FAMILIES: Final = {
 }
 """The supported model types with recurrent layers: tests compare them with transformers."""
 _LONGEST_BY_STATE: Final = 131_072
-"""The longest sequence, in tokens, of a recurrent model whose config has no limit. States set
-no limit; this one bounds the memory that the worker allocates for each row's token ids."""
+"""The longest sequence, in tokens, of a recurrent model whose config has no limit. A state has the
+same size after any number of tokens. But the worker allocates memory for each row's token ids."""
 
 
 class TransformersSource:
@@ -281,7 +282,7 @@ class TransformersSource:
     ) -> None:
         """Read the config, and find out how the model attends, without reading weights.
 
-        `max_model_len` is that of `open_model`.
+        `max_model_len` is the argument of `open_model`.
 
         Raises:
             ModelError: The model is not a decoder, or the KV pool or paged attention does not
@@ -343,7 +344,7 @@ class TransformersSource:
         progress: Callable[[float], None],
         ranks: Ranks | None = None,
     ) -> TransformersModel:
-        """Let transformers read the weights, memory-mapped; see `ModelSource.load`."""
+        """Let transformers read the weights from memory-mapped files; see `ModelSource.load`."""
         assert ranks is None, "models of transformers run on one device"
         if self._recording.recurrent and device.type != "cpu":
             raise ModelError(

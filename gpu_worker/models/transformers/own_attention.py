@@ -33,11 +33,13 @@ def with_alibi(
     """Append dimensions to queries and keys, so that the product of the two includes ALiBi's bias.
 
     ALiBi's bias is `slope * (key position - query position)`. Softmax ignores what all scores of a
-    query have in common, so `slope * key position` has the same effect, and only keys need it.
-    Attention multiplies each product by `scale`, so the bias must first be divided by `scale`.
-    Queries hold the power of two nearest to `1 / scale`, which 16 bits represent exactly.
-    Keys hold the bias, multiplied by the rest of `1 / scale`. They hold it as the sum of two
-    numbers, because one bfloat16 would be wrong by up to a whole position from position 257 on.
+    query have in common, so a bias of `slope * key position` has the same effect. Attention
+    multiplies each product by `scale`, so the appended dimensions must contribute `bias / scale`.
+
+    The queries' dimensions hold the power of two nearest to `1 / scale`, which 16 bits represent
+    exactly. The keys' dimensions hold `bias / scale`, divided by this power of two. A key holds this
+    quotient as the sum of two numbers. With a single bfloat16, the bias would be wrong by up to a
+    whole position from position 257 on.
     """
     one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], in the slopes' dtype, as in transformers
@@ -52,12 +54,12 @@ def with_alibi(
 
 
 def has_own_attention(config: PreTrainedConfig) -> bool:
-    """Whether models of this type need `use_interface`."""
+    """Whether models of the config's type need `use_interface`."""
     return config.model_type in _FAMILIES
 
 
 def use_interface(causal: Any, name: str) -> None:
-    """Make a model that was built with "eager" use the attention registered as `name`."""
+    """Make a model that was built with eager attention use the attention registered as `name`."""
     causal.config._attn_implementation = name  # noqa: SLF001 - else it makes masks of T x T
     attend = AttentionInterface._global_mapping[name]  # noqa: SLF001 - as it was registered
     class_name, method, replace = _FAMILIES[causal.config.model_type]
@@ -85,7 +87,7 @@ def _by_heads(
     *_: Any,
     **options: Any,
 ) -> tuple[torch.Tensor, None]:
-    """Replace `_attn` of GPT-J and CodeGen; return `[B, H, T, D]`, and no weights."""
+    """Replace `_attn` of GPT-J and CodeGen; return `[B, H, T, D]`, and no attention weights."""
     attended, _weights = attend(module, query, key, value, None, **options)
     return attended.transpose(1, 2), None
 
@@ -178,7 +180,7 @@ def _split_fused(
 
 
 def _slopes(num_heads: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """ALiBi's slopes `[H]` as Bloom and Falcon compute them."""
+    """Return ALiBi's slopes `[H]`, as Bloom and Falcon compute them."""
     two = torch.ones(1, 2, dtype=torch.int64, device=device)
     return bloom_alibi(two, num_heads, dtype)[:, 0, 1]
 

@@ -1,12 +1,13 @@
 """Runs the recurrent layers of a `transformers` model on states in blocks of the KV pool.
 
-In the block space, a recurrent layer has a window of two tokens. The state after a token is in the
-block of that token's position. Each token overwrites the state in its block, so a full block is a
-checkpoint: the state after its last token. A state cannot be rewound, so a sequence that must
-compute a token again starts from a full block or from its beginning.
+To the scheduler, which allocates the blocks, a recurrent layer is a layer with a window of two
+tokens. The state after a token is in the block of that token's position. Each token overwrites the
+state in its block, so a full block is a checkpoint: the state after the block's last token. A state
+cannot be rewound, so a sequence that must compute a token again starts from a full block or from
+its beginning.
 
-A module of `transformers` takes sequences of equal length. A prompt's chunk is therefore computed
-separately, piece by piece between block boundaries. Decodes are computed together.
+A module of `transformers` takes sequences of equal length. Each prompt's chunk is therefore computed
+without other sequences, in pieces that end at block boundaries. Decodes are computed together.
 
 Symbols: `B` blocks, `T` tokens, `S` sequences, `E` hidden size, `N` numbers of a layer's state.
 """
@@ -210,7 +211,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A step's tokens, cut into pieces: tokens of one sequence within one block."""
+    """A step's tokens, cut into pieces. A piece has tokens of one sequence, all within one block."""
 
     together_places: list[int]
     """Pieces that are computed together: single tokens that depend on no other piece. Each is given
@@ -229,7 +230,7 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
     Args:
         spans: By sequence: its first position in the step, the end of its positions, and the index
             of its first token in the batch.
-        tables: By sequence: its blocks in one group.
+        tables: By sequence: its blocks in one KV group.
         block_size: Token slots of a block.
     """
     cut: list[tuple[int, int, int | None, int]] = []
@@ -260,10 +261,10 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
 
 
 class _LayerState:
-    """The cache that a module of `transformers` sees: the states of its layer, in one batch.
+    """The cache of one call of a module of `transformers`: the states of the call's sequences.
 
-    It works as `transformers.cache_utils.LinearAttentionLayer` does. A module may change the
-    tensors in place.
+    It works as `transformers.cache_utils.LinearAttentionLayer` does. The module may change the
+    states in place.
     """
 
     def __init__(
@@ -321,6 +322,6 @@ class _LayerState:
 
 
 def cache_name(module: nn.Module) -> str | None:
-    """Return the parameter through which a module's forward pass takes a cache, if any."""
+    """Return the name of the parameter by which a module's forward pass takes a cache, if any."""
     names = inspect.signature(module.forward).parameters
     return next((name for name in _CACHE_NAMES if name in names), None)

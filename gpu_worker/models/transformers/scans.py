@@ -143,7 +143,7 @@ def _convolve(
     activation: str | None = None,
     **_: Any,
 ) -> torch.Tensor:
-    """Replace `causal_conv1d_fn`; the order of each token's sum does not depend on `T`."""
+    """Replace `causal_conv1d_fn`; the order in which taps are added does not depend on `T`."""
     num_taps = weight.shape[1]
     padded = nn.functional.pad(hidden_states.float(), (num_taps - 1, 0))
     out = padded.new_zeros(()) if bias is None else bias.float().unsqueeze(1)

@@ -346,6 +346,14 @@ async def test_a_request_that_can_never_be_queued_is_invalid(router):
         await router.inference.check_capacity(4, 1)
 
 
+async def test_without_a_scheduler_many_requests_are_unavailable_and_not_invalid(router):
+    await router.scheduler.stop()
+    while router.inference.schedulers.is_ready:
+        await asyncio.sleep(0)
+    with pytest.raises(UnavailableError):
+        await router.inference.check_capacity(2, 1)
+
+
 async def test_a_scheduler_reports_how_many_sequences_it_takes(router):
     await router.scheduler.stop()
     scheduler = FakeScheduler(router.scheduler.target.removeprefix("unix:"))
