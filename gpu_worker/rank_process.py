@@ -15,7 +15,7 @@ _ONE_MACHINE: Final = ("127.0.0.1", "localhost", "::1")
 
 
 def prepare_environment(master_addr: str) -> None:
-    """Set the unset ones of some environment variables that torch's libraries read on import."""
+    """Set environment variables that torch's libraries read on import, except those already set."""
     # Otherwise torch's threads spin between parallel regions, on cores that the router, the
     # scheduler and clients need.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")

@@ -53,9 +53,9 @@ def rotary_table(rope: RopeConfig, head_dim: int, num_positions: int) -> torch.T
 def _stretch_as_llama3(frequencies: torch.Tensor, scaling: Llama3Scaling) -> torch.Tensor:
     """Divide low frequencies by `factor`, and keep high ones, as Llama 3.1 does.
 
-    What counts is how many turns a frequency makes in `original_max_position_embeddings` tokens.
-    With fewer than `low_freq_factor` turns it is divided, and with more than `high_freq_factor`
-    turns it is kept. Frequencies in between are interpolated.
+    A frequency that makes fewer than `low_freq_factor` turns in `original_max_position_embeddings`
+    tokens is divided. A frequency that makes more than `high_freq_factor` turns is kept.
+    Frequencies in between are interpolated.
     """
     turns = scaling.original_max_position_embeddings * frequencies / (2 * math.pi)
     span = scaling.high_freq_factor - scaling.low_freq_factor
@@ -68,7 +68,7 @@ def _stretch_as_yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScali
     head_dim = 2 * len(wavelengths)
 
     def dimension(turns: float) -> float:
-        """Return the dimension whose frequency makes `turns` turns in the original length."""
+        """Return the dimension that makes `turns` turns in the context length before YaRN."""
         longest = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(longest) / (2 * math.log(theta))
 

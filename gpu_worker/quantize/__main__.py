@@ -1,4 +1,7 @@
-"""Quantizes a model. `quire quantize` runs this file in a separate process: the file imports torch."""
+"""Quantizes a model.
+
+`quire quantize` runs this file in a separate process, because the file imports torch.
+"""
 
 import argparse
 import sys

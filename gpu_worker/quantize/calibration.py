@@ -40,7 +40,7 @@ class Rounding:
 
 
 class _Stopped(Exception):  # noqa: N818 - not an error
-    """Stops the model's run on the second and each later sample, once layer 0 has its input."""
+    """Stops the model's run on each sample but the first, as soon as layer 0's input is known."""
 
 
 def read_samples(path: Path, tokenizer: Any, num_samples: int, length: int) -> torch.Tensor:
@@ -148,7 +148,7 @@ def _refuse(prefix: str, layers: nn.ModuleList, rounding: Rounding) -> None:
 def _inputs_of_layers(
     model: nn.Module, layers: nn.ModuleList, samples: torch.Tensor
 ) -> tuple[list[torch.Tensor], dict[int, Mapping[str, Any]]]:
-    """Return layer 0's input for each sample, and the keyword arguments of each layer, by number.
+    """Return layer 0's input for each sample, and each layer's keyword arguments, by layer number.
 
     Keyword arguments, such as masks and angles, are the same for all samples, because all samples
     have the same length.

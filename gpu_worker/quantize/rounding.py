@@ -2,8 +2,8 @@
 
 GPTQ (Frantar et al., 2022): input features are rounded one after another, those with large inputs
 first. To compensate for the error of a rounded feature, the weights of the features that are not
-rounded yet change. This compensates only as far as the inputs of these features and of the rounded
-feature are correlated.
+rounded yet change. The change compensates for the error only as far as the inputs of these features
+are correlated with the inputs of the rounded feature.
 
 Input features form groups. A group has one scale and one zero for each output feature, which are
 chosen before any feature is rounded. Scale and zero define the group's *grid*: the numbers to which
@@ -45,7 +45,7 @@ class RoundedWeight:
 
 
 def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int) -> RoundedWeight:
-    """Round each number to the nearest of its grid, which covers the whole range of its group."""
+    """Round each number to the nearest in its group's grid, which covers all the group's weights."""
     groups = weight.float().view(weight.shape[0], -1, group_size)
     scales, zeros = _grid(groups, bits, 1.0)
     values = _round(groups, scales, zeros, bits)

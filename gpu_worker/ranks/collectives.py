@@ -1,8 +1,8 @@
 """Collectives: the ranks' exchanges during a step, over `torch.distributed`.
 
 Every rank makes the same calls in the same order. On CUDA, calls that return values to the host use
-gloo. All other calls on CUDA use NCCL, and return before the device is done. On a CPU, all calls use
-gloo.
+gloo. All other calls on CUDA use NCCL, and return before the device is done. On a CPU, all calls
+use gloo.
 
 Symbols: `T` tokens, `S` sequences, `E` hidden size, `K` input features, `N` output features.
 """
@@ -30,7 +30,7 @@ class SummedMap:
     """A map `[T, K]` to `[T, N]` that sums the results of `part` over the ranks of a stage."""
 
     part: RowMap
-    """This rank's part of the map, which takes this rank's share of the input features."""
+    """This rank's part of the map. It takes this rank's share of the input features."""
     group: dist.ProcessGroup | None
     """The ranks of the stage."""
 

@@ -49,12 +49,12 @@ class Place:
 
     @property
     def previous_rank(self) -> int:
-        """The rank that sends hidden states to this rank, if this rank is not in the first stage."""
+        """The rank that sends hidden states to this rank. Not valid in the first stage."""
         return self.rank + self.tensor_size
 
     @property
     def next_rank(self) -> int:
-        """The rank that gets this rank's hidden states, if this rank is not in the last stage."""
+        """The rank to which this rank sends hidden states. Not valid in the last stage."""
         return self.rank - self.tensor_size
 
     def layers(self, num_layers: int) -> range:

@@ -6,11 +6,11 @@ The sampler waits only if this thread is late.
 
 On a CPU, the sampler itself computes masks when it needs them. A separate thread would find no free
 core during a step, and two threads that compete for the GIL cost more than the masks. If a grammar
-forces a *run* of tokens, such as the rest of a key, a CPU needs no masks for the run, and usually no
-logits.
+forces a *run* of tokens, such as the rest of a key in JSON, the sampler on a CPU needs no masks for
+the run, and usually no logits.
 
-Grammars are compiled on another thread while the prompt is computed. If the compilation takes longer
-than the prompt, the step in which the row first samples waits for the grammar.
+Grammars are compiled on another thread while the prompt is computed. If the compilation takes
+longer than the prompt, the step in which the row first samples waits for the grammar.
 
 Symbols: `S` sequences, `V` vocabulary, `W` words of 32 bits, one bit per token.
 """
@@ -123,9 +123,10 @@ class _Row:
         of the run, because `_look` computes the forced tokens each time the matcher has advanced.
         """
         self.forced: int | None = None
-        """The only token allowed next; None: `admitted` has the tokens allowed next."""
+        """The only token allowed next. None: several may be allowed, as `admitted` says."""
         self.admitted: Int32Array
-        """int32[W], valid if `forced` is None. Bit t % 32 of word t // 32 is set if token t is allowed."""
+        """int32[W], valid if `forced` is None. Token t is allowed if bit t % 32 of word t // 32 is
+        set."""
         self.is_stuck = False
         """Whether no token is allowed."""
 
@@ -195,7 +196,7 @@ class RowGrammars:
         return self._asks_for_runs and bool(self._rows)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
-        """Give a free row its grammar, and advance the grammar by the output that the row has."""
+        """Give a free row its grammar, and advance the grammar by `output_token_ids`."""
         entry = self._rows[row] = _Row()
 
         def begin() -> None:
@@ -214,7 +215,7 @@ class RowGrammars:
             self._moves.clear()  # the tokens of a failed step never come
 
     def forced(self, rows: Sequence[int], places: Int64Array) -> ForcedTokens | None:
-        """Return the tokens of rows whose grammar allows only one token; None: no such row.
+        """Return the tokens that the grammars of `rows` force; None if these grammars force none.
 
         Args:
             rows: Rows that have a grammar.
@@ -237,10 +238,10 @@ class RowGrammars:
         Args:
             logits: float32[S, V] on the device; changed.
             rows: Rows that have a grammar.
-            places: int64[len(rows)], the index in `logits` of each row.
+            places: int64[len(rows)]: where each row's logits are in `logits`.
 
         Returns:
-            int64[*] on the host: those of `places` whose grammar allows no token.
+            int64[*] on the host: the `places` of rows whose grammar allows no token.
         """
         self._catch_up(rows)
         entries = [self._rows[row] for row in rows]
@@ -256,7 +257,7 @@ class RowGrammars:
 
         Args:
             rows: Rows that have a grammar.
-            places: int64[len(rows)], the index in the result of `token_ids` of each row's token.
+            places: int64[len(rows)]: where each row's token is in the result of `token_ids`.
             token_ids: Waits for the step's tokens. Called on the grammars' thread, or by
                 `restrict` or `forced`.
         """

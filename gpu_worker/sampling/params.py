@@ -41,7 +41,7 @@ class SamplingTable:
         self.num_top_prompt_logprobs = np.zeros(max_num_seqs, np.int64)
         self.has_grammar = np.zeros(max_num_seqs, np.bool_)
         self.is_plain = np.zeros(max_num_seqs, np.bool_)
-        """Whether only a grammar may change the row's logits, and no log-probabilities are wanted."""
+        """Whether the row wants no log-probabilities, and only a grammar may change its logits."""
         self.end_token_ids = np.full(
             (max_num_seqs, len(eos_token_ids) + MAX_STOP_TOKEN_IDS), NO_TOKEN, np.int64
         )

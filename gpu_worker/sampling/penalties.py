@@ -11,8 +11,8 @@ import torch
 class TokenCounts:
     """Counts each token's occurrences, only for rows with penalties.
 
-    The counts of a row are `V` entries on the device, its *slot*. Slots are allocated on demand. The
-    owner calls `add` and `release` as rows come and go.
+    Each row with penalties has a *slot* on the device, with `V` counts. Slots are allocated on
+    demand. The owner calls `add` and `release` as rows come and go.
     """
 
     def __init__(self, vocab_size: int, device: torch.device) -> None:

@@ -90,8 +90,8 @@ class Sampler:
                 penalties nor a grammar.
             positions: int64[S], the new token's index in its sequence.
             num_outputs: int64[S], the number of output tokens that the sequence has already.
-            likeliest: The result of `ops.greedy` on the logits, if a graph has computed it; its
-                tokens may be changed and returned.
+            likeliest: The result of `ops.greedy` on the logits, if a graph has computed it.
+                `sample` may change and return the tokens of this result.
         """
         table = self.table
         maxima, is_finite = self._likeliest(logits) if likeliest is None else likeliest
@@ -140,7 +140,7 @@ class Sampler:
             self._structured.expect(rows[places].tolist(), places, token_ids)
 
     def _penalize(self, logits: torch.Tensor, rows: Int64Array, places: Int64Array) -> torch.Tensor:
-        """Penalize the logits at `places`; return the slots of their `TokenCounts`, int64[*]."""
+        """Penalize the sequences at `places`; return their slots in `TokenCounts`, int64[*]."""
         table, penalized = self.table, rows[places]
         index, slots, *factors = upload(
             [
@@ -197,10 +197,10 @@ class Sampler:
         logits.index_put_((index, token_ids), kept)
 
     def _likeliest(self, logits: torch.Tensor) -> tuple[torch.Tensor | None, torch.Tensor]:
-        """Return the most likely tokens, int64[S], and whether all logits are finite, bool[S].
+        """Return each sequence's most likely token, and whether all its logits are finite.
 
-        On a GPU one pass computes both results. On a CPU the tokens are None, because `_argmax` can
-        find them cheaply if they are needed.
+        The results are int64[S] and bool[S]. On a GPU one pass computes both results. On a CPU the
+        tokens are None, because `_argmax` finds them cheaply if they are needed.
         """
         return ops.greedy(logits) if logits.is_cuda else (None, finite_rows(logits))
 
@@ -264,7 +264,7 @@ class Sampler:
         *,
         is_suppressed: bool,
     ) -> torch.Tensor:
-        """Return int64[len(rows)]: for each of `rows`, a token drawn by the logits at its place."""
+        """Return int64[len(rows)]: a token for each of `rows`, drawn by the logits at `places`."""
         table = self.table
         temperature = np.maximum(table.temperature[rows], _MIN_TEMPERATURE)  # [len(rows)]
         uniform = uniforms(table.seed[rows], positions)  # [len(rows)]

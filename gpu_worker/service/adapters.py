@@ -32,14 +32,14 @@ class AdapterSteps(Protocol):
     """The part of `step_loop.StepLoop` that adapters need."""
 
     def add_adapter(self, number: int, adapter: "Adapter") -> Awaitable[None]:
-        """Let steps that are submitted after this call use the adapter, which they name by `number`."""
+        """Let steps that are submitted after this call name the adapter, by `number`."""
 
     def remove_adapter(self, number: int) -> Awaitable[None]:
         """Free an adapter as soon as no row uses it."""
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
-    """The worker's `AdapterService`: loads and unloads one adapter at a time, while steps continue."""
+    """The worker's `AdapterService`: loads or unloads one adapter at a time; steps continue."""
 
     def __init__(self, worker: WorkerService) -> None:
         self._worker = worker

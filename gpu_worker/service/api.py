@@ -93,7 +93,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         self._attachments = Attachments()
         self._executions = Executions()
         self._is_leaving = asyncio.Event()
-        """Set when the worker begins to drain: `AwaitDrain` returns, and `Attach` is refused."""
+        """Set when the worker begins to drain while a scheduler waits in `AwaitDrain`."""
         self._num_awaiting_drain = 0
         """Calls that wait for `_is_leaving`."""
         self._is_draining = False
@@ -186,10 +186,10 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
         return self._steps.num_rows_used if self._steps is not None and self._executions else 0
 
     async def drain(self, hand_over_s: float) -> None:
-        """Let schedulers end their streams; then refuse new steps, and end all other streams.
+        """Give the scheduler time to end its stream; then refuse new steps, and end all streams.
 
         A scheduler that has called `AwaitDrain` has `hand_over_s` seconds to end its stream itself.
-        After that, the worker ends each stream when the stream has sent its results.
+        Then the worker ends each open stream when the stream has sent its results.
         """
         if self._num_awaiting_drain:
             self._is_leaving.set()

@@ -41,8 +41,8 @@ keys. It returns, for each element of these tensors, whether the query sees the 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:
     """Find a mask's window: the number of tokens that a token sees, including itself.
 
-    None: a token sees all earlier tokens. `num_positions` may be large, because the mask is computed
-    for only a few queries.
+    None: a token sees all earlier tokens. `num_positions` may be large, because the mask is
+    computed for only a few queries.
 
     Raises:
         ModelError: The mask is neither causal nor a sliding window, or depends on the tokens.
@@ -273,8 +273,8 @@ def record_calls(
 def _first_position(base: torch.nn.Module) -> int:
     """Return the position that the model gives a sequence's first token.
 
-    It is 0, except in models that number positions as RoBERTa does: in these, it is the padding
-    token's id plus one.
+    A model that numbers positions as RoBERTa does begins with the padding token's id plus one. All
+    other models begin with 0.
     """
     for module in base.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -297,7 +297,7 @@ def _unchecked_distributions() -> Iterator[None]:
 def _with_windows_of_masks(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> tuple[AttentionCall, ...]:
-    """Add the mask's window to each call that names no window.
+    """Add the mask's window to each call of attention that names no window.
 
     Layers of Qwen2-MoE, for example, have a window only in their mask. A model may make masks for
     kinds of layers that it does not have, so unused masks are allowed.

@@ -230,7 +230,8 @@ def _replace_linear(module: nn.Module) -> None:
     """Make a linear map of transformers run our code.
 
     Our code is faster, and a token's result does not depend on the other tokens of the step. The
-    weight moves to our map, which may change the weight's layout; the module's own weight is emptied.
+    weight moves to our map, which may change the weight's layout. The module's own weight is
+    emptied.
     """
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
@@ -270,8 +271,9 @@ _RECURRENT_FAMILIES: Final = {
 }
 """The supported model types with recurrent layers: tests compare them with transformers."""
 _LONGEST_BY_STATE: Final = 131_072
-"""The longest sequence, in tokens, of a recurrent model whose config has no limit. A state has the
-same size after any number of tokens. But the worker allocates memory for each row's token ids."""
+"""The longest sequence, in tokens, of a recurrent model whose config has no limit. A state
+needs no limit, because its size is the same after any number of tokens. The limit bounds the memory
+that the worker allocates for each row's token ids."""
 
 
 class TransformersSource:

@@ -37,9 +37,9 @@ def with_alibi(
     multiplies each product by `scale`, so the appended dimensions must contribute `bias / scale`.
 
     The queries' dimensions hold the power of two nearest to `1 / scale`, which 16 bits represent
-    exactly. The keys' dimensions hold `bias / scale`, divided by this power of two. A key holds this
-    quotient as the sum of two numbers. With a single bfloat16, the bias would be wrong by up to a
-    whole position from position 257 on.
+    exactly. The keys' dimensions hold `bias / scale`, divided by this power of two. Each key holds
+    this quotient as the sum of two numbers. With a single bfloat16, the bias would be wrong by up
+    to a whole position from position 257 on.
     """
     one = 2.0 ** round(-math.log2(scale))
     bias = slopes.unsqueeze(1) * positions  # [H, T], in the slopes' dtype, as in transformers

@@ -6,8 +6,9 @@ state in its block, so a full block is a checkpoint: the state after the block's
 cannot be rewound, so a sequence that must compute a token again starts from a full block or from
 its beginning.
 
-A module of `transformers` takes sequences of equal length. Each prompt's chunk is therefore computed
-without other sequences, in pieces that end at block boundaries. Decodes are computed together.
+A module of `transformers` takes sequences of equal length. Each chunk of a prompt is therefore
+computed without other sequences, in pieces that end at block boundaries. Decodes are computed
+together.
 
 Symbols: `B` blocks, `T` tokens, `S` sequences, `E` hidden size, `N` numbers of a layer's state.
 """
@@ -211,7 +212,7 @@ class RecurrentStates:
 
 @dataclass(frozen=True, slots=True)
 class _Pieces:
-    """A step's tokens, cut into pieces. A piece has tokens of one sequence, all within one block."""
+    """A step's tokens, cut into pieces. All tokens of a piece are in one block of one sequence."""
 
     together_places: list[int]
     """Pieces that are computed together: single tokens that depend on no other piece. Each is given
@@ -219,9 +220,9 @@ class _Pieces:
     together_reads: list[int]
     together_writes: list[int]
     apart: list[tuple[int, int, int | None, int]]
-    """The other pieces, in the order of computation. Each has its start and stop in the batch, the
-    block with the state before it (None: the sequence begins), and the block for the state after
-    it."""
+    """The other pieces, in the order of computation. For each piece: its start and stop in the
+    batch, the block with the state before the piece (None: the sequence begins), and the block for
+    the state after the piece."""
 
 
 def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size: int) -> _Pieces:
