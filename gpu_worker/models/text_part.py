@@ -167,7 +167,7 @@ def plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def name_alone(name: str) -> str | None:
-    """Return a tensor's name in the text part alone; None: it belongs to another part."""
+    """Return a tensor's name in the text part alone; None: the tensor is of another part."""
     if name.removeprefix("model.").startswith(_OTHER_PARTS):
         return None
     for prefix, alone in PREFIXES.items():

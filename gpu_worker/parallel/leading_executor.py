@@ -18,8 +18,8 @@ from gpu_worker.step.rows import Rows
 class LeadingExecutor:
     """The step loop's executor on rank 0: drives the executors of all ranks.
 
-    All ranks refuse a bad step in the same way, before any of them computes. After any other
-    failure of a step, other ranks may still compute it, so the whole group ends.
+    All ranks refuse a bad step in the same way, before any of them computes. If rank 0 fails in
+    another way, the other ranks may still compute the step, so all ranks end.
     """
 
     def __init__(self, executor: Executor, leader: Leader) -> None:

@@ -82,7 +82,7 @@ def round_layers(
 
     Args:
         model: A causal language model of transformers, in float32.
-        samples: Token ids int64[S, T]; None: each weight is rounded to the nearest integer.
+        samples: Token ids int64[S, T]; None: weights are rounded without regard to inputs.
         rounding: The parameters of rounding.
         progress: Called with the number of layers that are done, and the number of all layers.
 

@@ -45,7 +45,7 @@ class RoundedWeight:
 
 
 def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int) -> RoundedWeight:
-    """Round each number to the nearest in its group's grid, which covers all the group's weights."""
+    """Round each number to the nearest in its group's grid, which covers the group's range."""
     groups = weight.float().view(weight.shape[0], -1, group_size)
     scales, zeros = _grid(groups, bits, 1.0)
     values = _round(groups, scales, zeros, bits)
@@ -109,7 +109,10 @@ def _error_shares(products: torch.Tensor) -> torch.Tensor:
 def _fit_grid(
     weight: torch.Tensor, squares: torch.Tensor, bits: int, group_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the scales and zeros, float32[N, G], with the least error, weighted by `squares`."""
+    """Return the scales and zeros, float32[N, G], of the grids with the least rounding error.
+
+    `squares` weights the squared error of each input feature.
+    """
     groups = weight.view(weight.shape[0], -1, group_size)
     importance = squares.float().view(1, -1, group_size)
     scales, zeros = _grid(groups, bits, _RANGES[0])

@@ -113,4 +113,4 @@ class Place:
 
 
 ALONE: Final = Place()
-"""The place of a process that holds the whole model."""
+"""The `Place` of a process that holds the whole model."""

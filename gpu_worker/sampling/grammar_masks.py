@@ -144,7 +144,7 @@ class _Row:
 
 
 class RowGrammars:
-    """The grammars of rows that have one, from `add` to `release`."""
+    """The grammars of rows. A row has its grammar from `add` to `release`."""
 
     def __init__(
         self,
@@ -289,7 +289,7 @@ class RowGrammars:
                     self._begun.pop(row).result()
 
     def _look(self, entries: Sequence[_Row]) -> None:
-        """Compute the tokens allowed next; none if the matcher has failed."""
+        """Compute which tokens each entry allows next: none if the entry's matcher has failed."""
         free = entries
         if self._asks_for_runs:
             free = []

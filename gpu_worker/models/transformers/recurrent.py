@@ -129,7 +129,7 @@ class RecurrentStates:
     """The states of one model's recurrent layers, during its steps."""
 
     def __init__(self, base: nn.Module, layers: tuple[RecurrentLayer, ...]) -> None:
-        """Let the modules of `layers` compute with states of the pool."""
+        """Make the modules of `layers` compute with states in the KV pool."""
         self._pool: KvPool | None = None
         self._pieces: list[_Pieces] = []
         self._num_bytes = max(layer.num_bytes for layer in layers)
@@ -271,7 +271,7 @@ class _LayerState:
     def __init__(
         self, tensors: dict[_Key, StateTensor], numbers: torch.Tensor | None, dtype: torch.dtype
     ) -> None:
-        """`numbers`: float32[S, N], the stored states; None: there are none yet."""
+        """`numbers`: float32[S, N], the stored states; None: the sequence begins."""
         self._tensors = tensors
         self._values: dict[_Key, torch.Tensor] = {}
         if numbers is None:
