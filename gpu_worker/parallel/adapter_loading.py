@@ -51,7 +51,7 @@ class FollowersLoader:
         self._last: Adapter | None = None
 
     def answer(self, content: bytes) -> bytes:
-        """Load the adapter that a LOAD_ADAPTER frame names; return the answer's content."""
+        """Load the adapter that a LOAD_ADAPTER frame names; return the content of ADAPTER."""
         wanted = json.loads(content)
         self._last = None
         try:

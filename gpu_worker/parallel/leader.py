@@ -40,7 +40,7 @@ class Leader:
         """Listen, and start this machine's other ranks.
 
         Raises:
-            ModelError: The master address is not this machine's, or its port is taken.
+            ModelError: The master address is not this machine's, or the master port is taken.
         """
         address = (settings.master_addr, settings.master_port)
         try:

@@ -39,7 +39,7 @@ class Kind(IntEnum):
     CLOSE = 6
     """End, because rank 0 ends."""
     FAILED = 8
-    """The other rank's last frame: why it ends, as text."""
+    """The other rank's last frame: why this rank ends, as text."""
     LOAD_ADAPTER = 9
     """Read an adapter while steps continue, and answer with ADAPTER. The content is the adapter's
     name and directory, as JSON."""

@@ -58,7 +58,7 @@ class Place:
         return self.rank - self.tensor_size
 
     def layers(self, num_layers: int) -> range:
-        """Return this rank's layers; the sizes of stages differ by at most one.
+        """Return this rank's layers; the sizes of stages differ by at most one layer.
 
         Raises:
             ModelError: There are fewer layers than stages.

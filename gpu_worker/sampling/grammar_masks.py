@@ -39,8 +39,8 @@ _T = TypeVar("_T")
 class DaemonThread:
     """Runs jobs in order on a daemon thread, which never keeps the process alive.
 
-    Python would wait for a thread of a `ThreadPoolExecutor` at exit, even if a job hangs in a
-    device.
+    At exit, Python would wait for a thread of a `ThreadPoolExecutor`, even if the thread's job
+    hangs in a device's driver.
     """
 
     def __init__(self, name: str) -> None:

@@ -24,11 +24,11 @@ class SampledLogprobs:
     """Log-probabilities of the model's own distribution, before penalties, bias or grammars."""
 
     places: Int64Array
-    """int64[L] on the host: which of the S sequences, ascending."""
+    """int64[L] on the host: each sequence's index among the S sequences, ascending."""
     num_top: Int64Array
     """int64[L] on the host: how many top tokens each sequence wants."""
     chosen: torch.Tensor
-    """float32[L]: of the sampled tokens."""
+    """float32[L]: the log-probabilities of the sampled tokens."""
     top_token_ids: torch.Tensor
     """int64[L, max(num_top)], best first."""
     top_logprobs: torch.Tensor
@@ -40,7 +40,7 @@ class Vectors:
     """The vectors of sequences that pool."""
 
     places: Int64Array
-    """int64[P] on the host: which of the S sequences, ascending."""
+    """int64[P] on the host: each sequence's index among the S sequences, ascending."""
     pooling: tuple[Pooling, ...]
     """The pooling of each sequence."""
     values: torch.Tensor
@@ -63,7 +63,7 @@ class Sampled:
 
 
 def merged(parts: Sequence[Sampled]) -> Sampled:
-    """Join the samples of a step's parts, in order. There must be at least one part."""
+    """Join the samples of the parts in which a step was computed. There is at least one part."""
     if len(parts) == 1:
         return parts[0]
     firsts = np.cumsum([0, *(len(part.token_ids) for part in parts)])

@@ -89,7 +89,7 @@ class SharedSampler:
 class ReceivedSamples:
     """The sampler of a rank other than 0: returns rank 0's tokens.
 
-    All ranks of the last stage have logits, but only rank 0 samples by them.
+    Another rank of the last stage has logits, too, but ignores them.
     """
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:

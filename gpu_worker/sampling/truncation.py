@@ -52,11 +52,11 @@ def truncate(
 def _boundaries(
     logits: torch.Tensor, weights: torch.Tensor, k: torch.Tensor, p: torch.Tensor, max_k: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return each row's smallest kept logit, float32[S, 1], and number of kept ones, int64[S, 1].
+    """Return each row's smallest kept logit and its number of kept logits, `[S, 1]` each.
 
     A CPU looks at few candidates first, and at more only for rows that need more. A GPU sorts fast,
-    so it looks at all candidates at once. Otherwise the host would have to wait for the GPU to
-    learn which rows need more.
+    so it looks at all candidates at once. If a GPU began with few candidates, the host would have
+    to wait for the GPU to learn which rows need more.
     """
     if logits.device.type != "cpu":
         return _boundaries_among(logits, weights, k, p, max_k)

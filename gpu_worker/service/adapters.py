@@ -39,7 +39,7 @@ class AdapterSteps(Protocol):
 
 
 class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
-    """The worker's `AdapterService`: loads or unloads one adapter at a time; steps continue."""
+    """The worker's `AdapterService`: loads and unloads adapters one by one, while steps run."""
 
     def __init__(self, worker: WorkerService) -> None:
         self._worker = worker

@@ -39,7 +39,7 @@ keys. It returns, for each element of these tensors, whether the query sees the 
 
 
 def read_window(sees: MaskFunction, num_positions: int) -> int | None:
-    """Find a mask's window: the number of tokens that a token sees, including itself.
+    """Return a mask's window: the number of tokens that a token sees, including itself.
 
     None: a token sees all earlier tokens. `num_positions` may be large, because the mask is
     computed for only a few queries.
@@ -171,7 +171,7 @@ class ObservedPass(NamedTuple):
     """What `record_calls` has found out about a model in one forward pass."""
 
     calls: tuple[AttentionCall, ...]
-    """One for each layer that attends, in the order of the layers."""
+    """One call for each layer that attends, in the order of the layers."""
     recurrent: tuple[RecurrentLayer, ...]
     first_position: int
     """The position that the model gives a sequence's first token."""
@@ -183,8 +183,8 @@ _EXPERTS_TAKE: Final = ["hidden_states", "top_k_index", "top_k_weights"]
 def _skip_experts(model: nn.Module) -> None:
     """Make modules of experts return zeros instead of computing.
 
-    Some modules, such as LongCat's, read the contents of `top_k_index`. Tensors on the meta device
-    have none.
+    Some modules of experts, such as LongCat's, read the contents of `top_k_index`. Tensors on the
+    meta device have no contents.
     """
     for module in model.modules():
         if list(inspect.signature(module.forward).parameters) == _EXPERTS_TAKE:

@@ -1,10 +1,10 @@
 """Computes recurrent layers of `transformers` token by token, in float32, with our own scans.
 
-The library has one algorithm for prompts and another for decodes, and the two round differently. In
-bfloat16 a token's result would depend on whether the token was computed in a whole prompt, in a
-chunk, or as a decode. Our operations compute a token in the same way every time. Also, the
-library's scan of Mamba 1 begins without a state, so it cannot continue a prompt after its first
-chunk.
+The library `transformers` has one algorithm for prompts and another for decodes, and the two round
+differently. With these algorithms in bfloat16, a token's result would depend on whether the token
+was computed in a whole prompt, in a chunk, or as a decode. Our operations compute a token in the
+same way every time. Also, the library's scan of Mamba 1 begins without a state, so it cannot
+continue a prompt after the prompt's first chunk.
 
 Symbols: `S` sequences, `T` tokens of each, `E` hidden size, `C` channels, `I` inner size, `H`
 heads, `P` head dim, `G` groups of heads, `N` state size, `HK` query heads and
