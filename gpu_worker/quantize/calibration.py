@@ -21,8 +21,8 @@ from gpu_worker.weights.json_fields import ModelError
 _MOST_CHARACTERS: Final = 16
 """Characters of text to read per token; few tokens have more."""
 _ROUTERS: Final = ("gate", "router")
-"""Names of the maps that choose experts. They are not rounded: they are small, and rounding would
-change the choice."""
+"""Names of the maps that choose experts. These maps are not rounded: they are small, and rounding
+would change which experts are chosen."""
 
 
 @dataclass(frozen=True, slots=True)

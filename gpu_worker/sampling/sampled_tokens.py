@@ -130,7 +130,7 @@ class HostSampled:
     stuck: Int64Array
     """int64[*]: indexes of the sequences whose grammar allows no token."""
     logprobs: tuple[StepLogprob, ...]
-    """In ascending order of `index`, which is an index in `token_ids`."""
+    """In ascending order of `StepLogprob.index`, which is an index in `token_ids`."""
     vectors: tuple[tuple[int, bytes], ...]
     """For each vector: its sequence's index in `token_ids`, and its numbers, as little-endian
     float32."""

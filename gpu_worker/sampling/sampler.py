@@ -29,8 +29,8 @@ from kernels import ops
 from kernels.cpu.ops import draw as draw_of_all
 
 _MIN_TEMPERATURE = np.float32(1e-30)
-"""Keeps the division finite. Below this temperature the most likely token has all the weight, as in
-greedy sampling."""
+"""Keeps logits finite when they are divided by the temperature. Below this temperature the most
+likely token has all the weight, as in greedy sampling."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
 """Exponentials of lower numbers are subnormal float32, and slow."""
@@ -82,7 +82,7 @@ class Sampler:
         num_outputs: Int64Array,
         likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled:
-        """Sample the next token of each sequence, and count it in rows with penalties.
+        """Sample the next token of each sequence; in rows with penalties, count the token.
 
         Args:
             logits: float32[S, V] on the device; changed. On a GPU they may have 16 bits.

@@ -297,7 +297,7 @@ def _unchecked_distributions() -> Iterator[None]:
 def _with_windows_of_masks(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> tuple[AttentionCall, ...]:
-    """Add the mask's window to each call of attention that names no window.
+    """Add the window in the model's mask to each call of attention that names no window.
 
     Layers of Qwen2-MoE, for example, have a window only in their mask. A model may make masks for
     kinds of layers that it does not have, so unused masks are allowed.

@@ -271,9 +271,9 @@ _RECURRENT_FAMILIES: Final = {
 }
 """The supported model types with recurrent layers: tests compare them with transformers."""
 _LONGEST_BY_STATE: Final = 131_072
-"""The longest sequence, in tokens, of a recurrent model whose config has no limit. A state
-needs no limit, because its size is the same after any number of tokens. The limit bounds the memory
-that the worker allocates for each row's token ids."""
+"""The longest sequence, in tokens, of a recurrent model whose config has no limit. A state needs no
+limit, because its size is the same after any number of tokens. `_LONGEST_BY_STATE` bounds the
+memory that the worker allocates for each row's token ids."""
 
 
 class TransformersSource:
