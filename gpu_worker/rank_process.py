@@ -46,7 +46,7 @@ def run_rank(member: Member) -> NoReturn:
 
 
 def main() -> None:
-    """Run a local rank until rank 0 or the parent process ends."""
+    """Run the rank that standard input names, until rank 0 or the parent process ends."""
     for number in (signal.SIGINT, signal.SIGTERM):  # the parent process handles them
         signal.signal(number, signal.SIG_IGN)
     member = member_from_json(sys.stdin.buffer.readline())

@@ -40,7 +40,7 @@ class Follower:
         self._link = _connect(member)
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        """The adapters to load."""
+        """The adapters to load: contents of LOAD_ADAPTER frames."""
         try:
             self._link.send(Frame(Kind.HELLO, member.hello()))
             welcome = self._link.receive()

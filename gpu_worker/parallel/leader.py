@@ -111,7 +111,7 @@ class Leader:
         self._local.end()
 
     def give_up(self, problem: str) -> NoReturn:
-        """End this process, which ends the group. Call this only after `gather`."""
+        """End this process; all other ranks then end, too. Call this only after `gather`."""
         if threading.current_thread() is not self._watcher:
             self._watcher.join(_SAY_S)  # if a rank is lost, the watcher reports it
         with self._lock:  # so that `close` cannot begin before the process ends
@@ -135,7 +135,7 @@ class Leader:
         self._links[rank] = link
 
     def _watch(self) -> None:
-        """Receive answers until a rank fails or is lost, then end the group."""
+        """Receive answers until a rank fails or is lost, then end all ranks."""
         with selectors.DefaultSelector() as selector:
             for rank, link in self._links.items():
                 selector.register(link, selectors.EVENT_READ, rank)

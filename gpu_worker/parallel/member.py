@@ -1,4 +1,4 @@
-"""A rank before it connects: its number, its settings, and the check that all ranks agree.
+"""A rank before it connects: its number, its settings, and the check of other ranks' settings.
 
 Imports no torch, because ranks connect while torch is loading.
 """
@@ -36,7 +36,7 @@ _ALIKE: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One rank of a group."""
+    """One of the ranks that share a model."""
 
     settings: WorkerSettings
     """The settings of the command that started this rank."""

@@ -1,7 +1,7 @@
 """The random number of each draw; on a CPU, also the draw for rows with top-k, top-p or min-p.
 
-`sampler.py` chooses the code that draws: this module, C code for other rows on a CPU, or a GPU's
-kernel.
+`sampler.py` chooses the code that draws. On a GPU it chooses a kernel. On a CPU it chooses C code
+for rows without top-k, top-p and min-p, and this module for all other rows.
 
 Symbols: `S` sequences, `V` vocabulary.
 """

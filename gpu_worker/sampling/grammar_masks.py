@@ -155,7 +155,7 @@ class RowGrammars:
         *,
         is_beside: bool,
     ) -> None:
-        """Load the tokenizer that grammars are matched against.
+        """Load the tokenizer whose tokens the grammars allow or forbid.
 
         Args:
             tokenizer: A tokenizer.json.

@@ -189,7 +189,10 @@ class _Seen:
 
 
 class _Given(nn.Module):
-    """Replaces a causal model's base: takes final hidden states as its input, and returns them."""
+    """Replaces a causal model's base, which is the model without its head.
+
+    Takes final hidden states as its input, and returns them.
+    """
 
     def __init__(self, base: nn.Module) -> None:
         """Keep the numbers that causal models read from their base, such as a scale of logits."""
@@ -448,7 +451,7 @@ def _is_recurrent(config: PreTrainedConfig) -> bool:
 
 
 def _storing(calls: Sequence[AttentionCall]) -> list[AttentionCall]:
-    """Return the calls whose layers store keys and values."""
+    """Return the calls whose layers store keys and values of their own."""
     return [call for call in calls if call.source == call.layer]
 
 

@@ -36,7 +36,8 @@ _STORED: Final = torch.float32
 _ALIGNMENT: Final = 16
 
 _Key = tuple[str, int]
-"""The kind of a state tensor, "conv" or "recurrent", and its index among those of this kind."""
+"""The kind of a state tensor, "conv" or "recurrent", and its index among the layer's tensors of
+this kind."""
 
 
 @dataclass(slots=True)
