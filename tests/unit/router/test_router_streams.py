@@ -348,7 +348,7 @@ async def test_a_request_that_can_never_be_queued_is_invalid(router):
 
 async def test_without_a_scheduler_many_requests_are_unavailable_and_not_invalid(router):
     await router.scheduler.stop()
-    while router.inference.schedulers.is_ready:
+    while router.inference.schedulers.is_ready:  # noqa: ASYNC110 - no event
         await asyncio.sleep(0)
     with pytest.raises(UnavailableError):
         await router.inference.check_capacity(2, 1)
