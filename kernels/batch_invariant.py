@@ -1,4 +1,4 @@
-"""Batch-invariant attention: no bit of a row depends on the other rows of a step."""
+"""Batch-invariant attention: no bit of a token's result depends on what else a step computes."""
 
 from collections.abc import Callable
 from typing import Any
@@ -12,15 +12,16 @@ from kernels.sequences import Sequences
 class BatchInvariantAttention:
     """Prepares attention as `kernels.ops` does, but with the same order of sums in every step.
 
-    Decodes are computed as chunks of one token, and positions are never split. So a token gets the
-    same bits when it is computed again as part of a prompt, after a preemption, or to verify a
-    draft token. The price is that a few sequences with long contexts do not fill a GPU.
+    A decode is computed as a chunk of one token, and no sequence's positions are split into parts
+    with separate sums. So a token's result has the same bits whether the token is decoded,
+    recomputed in a prompt after a preemption, or verified as a draft token. The price is that a few
+    sequences with long contexts do not fill a GPU.
     """
 
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._latest: tuple[Sequences, Sequences] | None = None
-        """The decodes of the latest step, and the same decodes as chunks, which all layers use."""
+        """The decodes of the latest step, and these decodes as chunks, for all layers."""
 
     def prepare_decode(
         self,

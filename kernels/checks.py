@@ -1,4 +1,8 @@
-"""Checks tensors before a launch, because a kernel would misread a tensor that does not fit."""
+"""Checks tensors before a launch, because a kernel would misread a tensor that does not fit.
+
+Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim of queries and
+keys, `DV` that of values, `B` blocks, `P` block size, `V` vocabulary, `G` masks.
+"""
 
 import torch
 
@@ -15,7 +19,7 @@ def check_tensor(
     Rows are dense if the last dimension has stride 1; the other strides may be any.
 
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: The tensor does not fit; the message names the actual and required property.
     """
     if tensor.shape != shape:
         raise ValueError(f"{name} has shape {tuple(tensor.shape)}; it must be {shape}")
@@ -31,7 +35,7 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
     """Require `tensor` to be fp32, fp16 or bf16, with `num_dims` dimensions and dense rows.
 
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: The tensor does not fit; the message names the actual and required property.
     """
     if tensor.dim() != num_dims:
         raise ValueError(f"{name} has {tensor.dim()} dimensions, required are {num_dims}")
@@ -41,20 +45,22 @@ def check_float(name: str, tensor: torch.Tensor, num_dims: int) -> None:
 
 
 def check_norm_weight(weight: torch.Tensor, width: int, x: torch.Tensor) -> None:
-    """Require the weight of a norm of `x` to be [width], fp32 or of `x`'s dtype.
+    """Require a norm's `weight` to be [width], in fp32 or the dtype of `x`, the norm's input.
 
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: A tensor does not fit; the message names it and the required property.
     """
     dtype = torch.float32 if weight.dtype == torch.float32 else x.dtype
     check_tensor("weight", weight, (width,), dtype, x)
 
 
 def check_cos_sin(cos_sin: torch.Tensor, head_dim: int, like: torch.Tensor) -> None:
-    """Require fp32 `cos_sin` [max_pos, R], where R <= `head_dim`; both R and `head_dim` are even.
+    """Require fp32 `cos_sin` [max_pos, R]; R is the number of rotated dims of a head.
+
+    R must be at most `head_dim`. Both R and `head_dim` must be even.
 
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: A tensor does not fit; the message names it and the required property.
     """
     if head_dim % 2 != 0:
         raise ValueError(f"query has head dim {head_dim}; it must be a multiple of 2")
@@ -78,11 +84,11 @@ def check_caches(
 ) -> None:
     """Require caches of `shape` [B, P, HKV, D], quantized with scales, or of the dtype of `like`.
 
-    `value_dim` is the head dim of values if it differs from D. `value_cache` is None if the values
-    are a part of the keys, and so are not stored separately.
+    `value_dim` is the head dim of values if it differs from D. `value_cache` is None if only keys
+    are stored, because the values are a part of the keys.
 
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: A tensor does not fit; the message names it and the required property.
     """
     if value_cache is not None and (key_scales is None) != (value_scales is None):
         missing = "key_scales" if key_scales is None else "value_scales"
@@ -114,7 +120,7 @@ def check_values(
     """Require both `value` and `value_cache` or neither; `value` has the shape and dtype of `key`.
 
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: A tensor does not fit; the message names it and the required property.
     """
     if (value is None) != (value_cache is None):
         missing = "value" if value is None else "value_cache"
@@ -135,7 +141,7 @@ def check_paged(
     """Require the common arguments of decode and prefill attention to fit together.
 
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: A tensor does not fit; the message names it and the required property.
     """
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     num_seqs, max_blocks = block_tables.shape
@@ -150,7 +156,7 @@ def check_attended(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> None:
-    """Make those checks of `check_paged` that do not concern the sequences."""
+    """Make the checks of `check_paged`, except those of `block_tables` and `seq_lens`."""
     check_float("query", query, 3)
     _, num_heads, head_dim = query.shape
     num_blocks, block_size, num_kv_heads, _ = key_cache.shape
@@ -170,7 +176,7 @@ def check_options(
     """Require `window` and `softcap` to be positive, and `sinks` to be fp32 [H].
 
     Raises:
-        ValueError: naming the option, its value and what is required.
+        ValueError: An option does not fit; the message names it and what is required.
     """
     if window is not None and window < 1:
         raise ValueError(f"window is {window}; it must be at least 1")
@@ -181,10 +187,10 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require one query token per sequence; if `out` is given, there may be more query tokens.
+    """Require as many query tokens as sequences or, if `out` is given, at least as many.
 
     Raises:
-        ValueError: naming both numbers.
+        ValueError: The numbers do not fit; the message has both.
     """
     if num_seqs != num_tokens and (out is None or num_seqs > num_tokens):
         raise ValueError(f"block_tables has {num_seqs} rows, required are {num_tokens}")
@@ -208,8 +214,11 @@ def attention_out(out: torch.Tensor | None, query: torch.Tensor, value_dim: int)
 def check_suppression(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
     """Require float32 `logits` [S, V], int64 `places` [G] and int32 `admitted` [G, ceil(V / 32)].
 
+    `admitted` has masks with one bit for each token of the vocabulary. `places` has, for each mask,
+    the index of its row in `logits`.
+
     Raises:
-        ValueError: naming the tensor, its value and the required value.
+        ValueError: A tensor does not fit; the message names it and the required property.
     """
     if logits.dim() != 2:  # noqa: PLR2004  [S, V]
         raise ValueError(f"logits has {logits.dim()} dimensions, required are 2")

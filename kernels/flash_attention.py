@@ -1,8 +1,8 @@
-"""Attention by FlashAttention-3, if an operator asks for it and it supports the shapes.
+"""Attention by FlashAttention-3, if an operator asks for it and the arguments are supported.
 
-FlashAttention's paged KV cache has Quire's layout: `[B, P, HKV, D]`, with any block size and any
-strides, except that the last stride is 1, and a block table int32[S, M]. Only the names of
-arguments differ. This module has not run on a GPU yet: the tests use a fake that follows
+FlashAttention reads a paged KV cache in Quire's layout: caches `[B, P, HKV, D]`, and a block table
+int32[S, M]. A cache may have any block size, and any strides except the last, which is 1. Only the
+names of arguments differ. This module has not run on a GPU yet: the tests use a fake that follows
 FlashAttention's documentation and checks its arguments.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
@@ -22,7 +22,7 @@ _DTYPES: Final = (torch.float16, torch.bfloat16)
 
 
 class FlashAttention:
-    """Prepares attention like `kernels.ops`, and leaves unsupported cases to `kernels.ops`."""
+    """Prepares attention: by FlashAttention-3 for supported arguments, else by `kernels.ops`."""
 
     def __init__(self, attend: Callable[..., torch.Tensor]) -> None:
         """`attend` is `flash_attn_interface.flash_attn_with_kvcache` (version 3)."""
@@ -36,7 +36,7 @@ class FlashAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """Do as `ops.prepare_decode`, with FlashAttention-3 if it supports the case."""
+        """Do as `ops.prepare_decode`, with FlashAttention-3 if it supports the arguments."""
         if not supports(query, key_cache, value_cache, **options):
             return ops.prepare_decode(query, key_cache, value_cache, scale, **options)
         fixed = _fixed(key_cache, value_cache, scale, **options)
@@ -62,9 +62,9 @@ class FlashAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """Do as `ops.prepare_prefill`, with FlashAttention-3 if it supports the case.
+        """Do as `ops.prepare_prefill`, with FlashAttention-3 if it supports the arguments.
 
-        Rows that belong to no sequence are overwritten, too.
+        FlashAttention-3 also overwrites rows of `out` that belong to no sequence.
         """
         if not supports(query, key_cache, value_cache, **options):
             return ops.prepare_prefill(query, key_cache, value_cache, scale, **options)
@@ -94,10 +94,11 @@ def supports(
     key_scales: torch.Tensor | None = None,
     **_: Any,
 ) -> bool:
-    """Whether FlashAttention-3 supports the case.
+    """Return whether FlashAttention-3 supports these arguments.
 
-    It needs fp16 or bf16, not quantized; no sinks; keys and values with the same head dim, a
-    multiple of 8 up to 256. So it does not support latents.
+    FlashAttention-3 needs queries and caches in fp16 or bf16, not quantized, and takes no sinks.
+    Keys and values must have the same head dim, a multiple of 8 up to 256. So multi-head latent
+    attention, whose values are narrower than its keys, is not supported.
     """
     head_dim = query.shape[2]
     return (

@@ -1,4 +1,4 @@
-"""Several linear maps in one launch: each row of the input uses one of them, such as an expert."""
+"""Several linear maps, such as experts, in one launch; each row of the input uses one map."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -24,8 +24,8 @@ class GroupedMaps:
     num_out: int
     """The number of output features, N."""
     weights: list[torch.Tensor | None]
-    """The weight of each map; None: nothing is computed for rows of this map. The caller owns the
-    list and the tensors."""
+    """The weight of each map; None: nothing is computed for input rows that use this map. The
+    caller owns the list and the tensors."""
     addresses: torch.Tensor
     """int64[X] on the device, the address of each weight, or 0 for None."""
     sizes: torch.Tensor
@@ -41,7 +41,8 @@ class GroupedMaps:
         """Make maps from whole weights `[N, K]` on one device; the weights are not copied.
 
         Raises:
-            ValueError: A weight begins at an address that the kernel would misread.
+            ValueError: A weight's address is not a multiple of `ALIGNMENT`, or its rows are not
+                contiguous.
         """
         num_out, num_in = weights[0].shape
         for weight in weights:

@@ -6,10 +6,11 @@ head. The number that the model uses is the stored number times its scale. For a
     scale = max |x| / LARGEST[dtype], rounded up to SCALE_DTYPE
     stored = x / scale, rounded to nearest, ties to even
 
-The scale is rounded up so that no stored number exceeds the format's largest. So the error is at
-most half a step. For int8, half a step is 1/253 of the row's largest number. For fp8, it is 1/16 of
-the number itself or, if the number is small, 1/457,000 of the row's largest number. A row with an
-infinity or NaN gets an infinite scale, so that the row has no finite numbers when it is read.
+The scale is rounded up so that no stored number exceeds the format's largest. So the only error is
+that of rounding x / scale. For int8, the error is at most 1/252 of the row's largest number. For
+fp8, the error is at most 1/16 of the number itself or, for numbers near 0, 1/455,000 of the row's
+largest number. A row with an infinity or NaN gets an infinite scale, so that the row has no finite
+numbers when it is read.
 """
 
 from typing import Final

@@ -1,10 +1,10 @@
 """The table of ops: which code runs each op on a GPU, on a CPU, and elsewhere.
 
-Every op has a twin in `kernels.reference`, in plain torch, which defines its result. On a GPU an op
-runs its Triton launcher, which has the same name as the twin, in a module of the same name in
-`kernels.triton`. On a CPU the op runs in C, if the table names a function of `kernels.cpu.ops`, the
-library is compiled, and C supports the dtype of the first tensor. In all other cases the op runs
-the twin.
+Every op has a twin in `kernels.reference`, in plain torch, which defines the op's result. On a GPU
+an op runs its launcher, the function that launches a Triton kernel. For example, the launcher of
+`kernels.reference.norm.rms_norm` is `kernels.triton.norm.rms_norm`. On a CPU the op runs in C, if
+the table names a function of `kernels.cpu.ops`, the library is compiled, and C supports the dtype
+of the first tensor. In all other cases the op runs the twin.
 
 An op is a plain function, not an op of `torch.library`, because calling the latter takes longer
 (docs/write-a-kernel.md).
@@ -54,7 +54,7 @@ class AttentionBackend(Protocol):
 def _op(
     twin: Callable[P, R], in_c: Callable[Concatenate[Library, P], R] | None = None
 ) -> Callable[P, R]:
-    """Return an op that runs the launcher, `in_c` or `twin`, depending on its first argument."""
+    """Return an op that runs the launcher, `in_c` or `twin`, as the module's docstring says."""
 
     @functools.wraps(twin)
     def op(*args: P.args, **kwargs: P.kwargs) -> R:
@@ -91,8 +91,8 @@ def prepare_decode(
 ) -> Callable[[Sequences], object]:
     """Return a function that runs `paged_attention_decode` with these tensors for any `Sequences`.
 
-    `options` are the op's keyword arguments, including `out`. On a GPU, the arguments are checked
-    and prepared only once, in this call.
+    `options` are the keyword arguments of `paged_attention_decode`, including `out`. On a GPU, the
+    arguments are checked and prepared only once, in this call.
     """
     if query.is_cuda:
         module = _triton_module(reference.paged_attention_decode.__module__)
@@ -120,9 +120,10 @@ def prepare_prefill(
     is_whole: bool = False,
     **options: Any,
 ) -> Callable[[Sequences], object]:
-    """Do as `prepare_decode` for `paged_attention_prefill`.
+    """Return a function that runs `paged_attention_prefill` with these tensors for any `Sequences`.
 
-    If `is_whole`, no bit of a row depends on the other rows of the step, as on a CPU.
+    If `is_whole`, a GPU never splits a sequence's positions. Then no bit of a token's result
+    depends on what else the step computes, as is always the case on a CPU.
     """
     if query.is_cuda:
         module = _triton_module(reference.paged_attention_prefill.__module__)

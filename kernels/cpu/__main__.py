@@ -1,8 +1,8 @@
 """Compiles the C kernels ahead of time into the package, for an image or a wheel.
 
-The command makes a library for each kind of CPU of this architecture (`kernels.cpu.targets`). A
-worker uses one of these libraries if it cannot compile the kernels for its own CPU. The command
-needs gcc 11 or later.
+The command makes a library for each kind of CPU in `kernels.cpu.targets` that has this machine's
+architecture. A worker uses one of these libraries if it cannot compile the kernels for its own CPU.
+The command needs gcc 11 or later.
 """
 
 import platform

@@ -1,10 +1,11 @@
 """Decides which kernels use Intel's AMX, by a check and by timing, once per machine.
 
-That the CPU has AMX is not enough, because Quire's code for AMX was written without such a CPU.
-There is one decision for each format of weights, and one for attention. A decision applies to any
-number of rows: AMX and AVX-512 add in different orders, and the result of a row must not depend on
-how many rows are computed with it. A file beside the compiled library keeps the findings, so that
-all workers of a machine decide alike.
+Quire's code for AMX was written without a CPU that has AMX. So Quire checks this code's results,
+and measures whether AMX is faster than AVX-512. There is one decision for each format of weights,
+and one for attention. A decision applies to any number of rows: AMX and AVX-512 add in different
+orders, and the result of a row must not depend on how many rows are computed together. A file
+beside the compiled library keeps the findings of check and timing, so that all workers of a machine
+decide alike.
 """
 
 import fcntl
@@ -39,7 +40,8 @@ _TIMING_S: Final = 0.5
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
 _CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
-"""The check computes this many rows at a time; the number must not change the result of a row."""
+"""The check computes all rows at once, and again in groups of each of these sizes. Each row must
+have the same result every time."""
 _RELATIVE_ERROR: Final = 2.0**-7
 """The allowed relative error of a result, which is bfloat16's last place."""
 _MAX_BEGUN: Final = 2
@@ -52,7 +54,10 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """How long one of the `USES` takes for a prompt of 512 tokens, and for a single token."""
+    """How long one of the `USES` takes with AVX-512 and with AMX.
+
+    `prompt` stands for a prompt of 512 tokens, and `row` for a single token.
+    """
 
     avx512_prompt_ms: float
     amx_prompt_ms: float
@@ -71,10 +76,10 @@ class AmxFindings:
     """The result of checking and timing AMX on one machine."""
 
     machine: dict[str, str]
-    """The CPU and the versions for which the findings hold."""
+    """The CPU of the machine, and the versions of the system and of torch, from `_machine`."""
     date: str
     num_begun: int
-    """The number of checks that have begun, including the last one."""
+    """The number of checks that have begun on the machine, including those that did not end."""
     failure: str | None = None
     """Why AMX cannot be used; None: AMX's results are right, or the check has not ended."""
     times: dict[str, Times] = field(default_factory=dict)
@@ -83,7 +88,7 @@ class AmxFindings:
 
 @dataclass(frozen=True, slots=True)
 class AmxChoice:
-    """The decision which computations in bfloat16 use AMX from now on."""
+    """The decision which computations in bfloat16 use AMX."""
 
     uses: tuple[str, ...]
     """The names of the computations that use AMX, as in `USES`."""
@@ -116,7 +121,11 @@ def choose_amx(wanted: str) -> AmxChoice | None:
 
 
 def _find(library: Library) -> AmxFindings:
-    """Return this machine's findings from the file, or check and time AMX and write them there."""
+    """Return the findings on this machine.
+
+    If a file beside the compiled library has findings on this machine, return those. Otherwise
+    check and time AMX, and write the findings to the file.
+    """
     machine = _machine()
     try:
         with _locked(f"{library.build.path.stem}.amx.json") as file:
@@ -151,7 +160,10 @@ def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFi
 
 
 def find_failure(library: Library) -> str | None:
-    """Return the fault in AMX's results, or None if they are right; AMX may be left on or off."""
+    """Return what the first wrong result with AMX is, or None if all results are right.
+
+    AMX is on afterwards.
+    """
     for use in make_checked(library):
         library.use_amx(_ALL)
         together = use.compute(0, NUM_CHECKED_ROWS)
@@ -168,14 +180,14 @@ def find_failure(library: Library) -> str | None:
 
 
 def time_all(library: Library) -> dict[str, Times]:
-    """Return how long each use takes, with AMX and without."""
+    """Return how long each of the `USES` takes, with AMX and without. AMX is on afterwards."""
     return {name: time_both(library, use) for name, use in make_timed(library).items()}
 
 
 def time_both(
     library: Library, use: TimedUse, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Time a use in several rounds, each without and with AMX; return the least of each time."""
+    """Time a use in several rounds, each without and with AMX; return the shortest times."""
     least = [float("inf")] * 4
 
     def measure(place: int, compute: Callable[[], object]) -> None:
@@ -255,9 +267,10 @@ def _today() -> str:
 
 
 def _machine() -> dict[str, str]:
-    """Return the CPU and the versions of system and torch for which findings hold.
+    """Return this machine's CPU and microcode, and the versions of the system and of torch.
 
-    The kernels' version is not among them, because the file's name has a hash of the kernels.
+    Findings hold only for a machine for which this function returns the same. The version of the
+    kernels is left out, because the name of the file with the findings has a hash of the kernels.
     """
     facts = {"system": platform.release(), "torch": torch.__version__}
     if _CPU_INFO.is_file():

@@ -1,4 +1,6 @@
-"""The trials of `kernels.cpu.amx_choice`: linear maps of each format, and attention.
+"""The computations with which `kernels.cpu.amx_choice` checks and times AMX.
+
+They are linear maps with weights of each format, and attention.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `N` positions.
 """
@@ -19,13 +21,13 @@ NUM_PROMPT_TOKENS: Final = 512
 _MAP_ERROR: Final = 1e-4
 _ATTENTION_ERROR: Final = 2.0**-10
 """The allowed absolute error of attention, which rounds the results of softmax to bfloat16. It is
-allowed in addition to the relative error. With the inputs of the check, the error is 4e-4 above the
-relative error, both with AVX-512 and with AMX in an emulator."""
+allowed in addition to the relative error. In the check, the largest error exceeded the allowed
+relative error by 4e-4, both with AVX-512 and with AMX in an emulator."""
 _CHECKED_HEADS: Final = ((9, 3, 64), (4, 1, 96), (20, 1, 128))
-"""The shapes that are checked: (query heads, kv heads, head dim)."""
+"""The shapes of attention that are checked: (query heads, kv heads, head dim)."""
 _NUM_CHECKED_POSITIONS: Final = 570
-"""How many KV positions attention reads in a check: more than one split has, and not a multiple of
-a tile."""
+"""How many KV positions attention reads in a check. They are more than the 512 of one split
+(`kernels.cpu.fields`), and not a multiple of the positions in a tile."""
 _TIMED_MAP: Final = (4096, 2048)
 """Output and input features of the maps to time, which have 16 MiB of weights in bfloat16."""
 _TIMED_GROUP: Final = 32
@@ -47,19 +49,19 @@ class CheckedUse:
     exact: torch.Tensor
     """The exact result: all NUM_CHECKED_ROWS rows, in float64."""
     absolute_error: float
-    """How far a result near 0 may be from the exact one."""
+    """The absolute error that is allowed in addition to the relative error."""
 
 
 @dataclass(frozen=True, slots=True)
 class TimedUse:
-    """The computations to time: one for a request's prompt, and one for an output token."""
+    """The computations that are timed for one use: that of a prompt and that of an output token."""
 
     compute_prompt: Callable[[], object]
     compute_token: Callable[[], object]
 
 
 def make_checked(library: Library) -> Iterator[CheckedUse]:
-    """Yield computations of each kind to check, with random numbers that are always the same."""
+    """Yield the computations to check. Their random inputs are the same in every call."""
     generator = torch.Generator().manual_seed(0)
     for name, apply, weight, bias in _maps(generator):
         x = torch.randn(NUM_CHECKED_ROWS, apply.num_in, generator=generator).bfloat16()
@@ -75,7 +77,7 @@ def make_checked(library: Library) -> Iterator[CheckedUse]:
 
 
 def make_timed(library: Library) -> dict[str, TimedUse]:
-    """Make the computations to time for each of `kernels.cpu.amx_choice.USES`."""
+    """Make the computations to time, by the names in `kernels.cpu.amx_choice.USES`."""
     num_out, num_in = _TIMED_MAP
     ones = torch.ones(_TIMED_MAP, dtype=torch.int8)
     by_row = torch.ones(num_out, 1)
@@ -112,7 +114,7 @@ def _rows_of(apply: PackedLinear, x: torch.Tensor) -> Callable[[int, int], torch
 def _maps(
     generator: torch.Generator,
 ) -> Iterator[tuple[str, PackedLinear, torch.Tensor, torch.Tensor]]:
-    """Yield (name, map, weight in float64, bias) for maps of each kind."""
+    """Yield (name, map, weight in float64, bias) for linear maps of each format."""
     for num_out, num_in in (96, 576), (40, 70), (33, 2048):
         weight = torch.randn(num_out, num_in, generator=generator).div_(num_in**0.5).bfloat16()
         assert can_pack(weight)
@@ -134,13 +136,13 @@ def _maps(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """Attention with T queries, as the last T tokens of any of the sequences in `caches`."""
+    """T query tokens that can attend to each sequence in `caches`, as its last T tokens."""
 
     library: Library
     query: torch.Tensor
     """[T, H, D]."""
     caches: tuple[torch.Tensor, torch.Tensor]
-    """Keys and values, each [blocks, _BLOCK_SIZE, HKV, D], sequence after sequence."""
+    """Keys and values, each [blocks, _BLOCK_SIZE, HKV, D]: the blocks of each sequence in order."""
     num_positions: int
     """N, the number of positions of each sequence."""
 
@@ -162,7 +164,7 @@ class _Attention:
         return cls(library, query, (keys, values), num_positions)
 
     def __call__(self, first: int, end: int, seq: int = 0) -> torch.Tensor:
-        """Attend with tokens `[first, end)` of the queries, as a chunk of a prompt or a decode."""
+        """Attend with the query tokens `[first, end)` to sequence `seq`; return the result."""
         num_blocks = -(-self.num_positions // _BLOCK_SIZE)
         table = torch.arange(seq * num_blocks, (seq + 1) * num_blocks, dtype=torch.int32)
         seq_len = self.num_positions - len(self.query) + end
@@ -174,7 +176,7 @@ class _Attention:
         )  # fmt: skip
 
     def exact(self) -> torch.Tensor:
-        """The result for all tokens of sequence 0, in float64."""
+        """Return the attention of all T query tokens to sequence 0, in float64."""
         num_tokens, num_heads, head_dim = self.query.shape
         keys, values = (
             cache.flatten(0, 1)[: self.num_positions]

@@ -131,9 +131,10 @@ def _run_all(commands: list[list[str]]) -> None:
 
 
 def _file_name(target: Target) -> str:
-    """Return a file name with a hash of sources and flags and, for `THIS_CPU`, CPU features.
+    """Return the file name of a target's library; a part of the name is a hash.
 
-    The hash does not cover the compiler, so a library is found on a machine without a compiler.
+    The hash covers the sources, the flags and, for `THIS_CPU`, the CPU's features. It does not
+    cover the compiler, so a library is found on a machine without a compiler.
     """
     digest = hashlib.sha256("\0".join((*flags_for(target), *_LINK_FLAGS)).encode())
     if target is THIS_CPU:

@@ -53,12 +53,12 @@ def attention_fields(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> tuple[Field, ...]:
-    """Return the fields of C's `attention`, and of `merge_splits`.
+    """Return the fields of C's `attention`; C's `merge_splits` takes the same fields.
 
-    The arguments are those of `kernels.ops.paged_attention_prefill`, except that a tensor that
-    changes from step to step is given by its address, or by a name for this address. A
-    `query_start_loc` of 0 means one token for each sequence. `partials` is the address of memory
-    for partial results; the function `num_partials` returns its size.
+    The arguments are named as in `kernels.ops.paged_attention_prefill`. But a tensor that changes
+    from step to step is given by its address, or by a name for this address. A `query_start_loc` of
+    0 means one token for each sequence. `partials` is the address of memory for partial results;
+    the function `num_partials` returns its size.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"
@@ -78,10 +78,11 @@ def attention_fields(
 
 
 def num_partials(num_heads: int, value_dim: int, num_seqs: int, max_len: int) -> int:
-    """Return how many float32 numbers attention needs for partial results; it may be 0.
+    """Return how many float32 numbers of memory attention needs for partial results.
 
     If a sequence has a single query token, its positions are computed in splits, by several
-    threads. `max_len` is the limit on the length of the sequences.
+    threads. `max_len` is the limit on the length of the sequences; if it is at most one split, no
+    memory is needed.
     """
     num_splits = -(-max_len // _SPLIT)
     if num_splits == 1:

@@ -17,14 +17,15 @@ import torch
 from kernels.cpu.build import Build, BuildError, find_or_build
 
 DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
-"""C's numbers for the dtypes that it supports. For all other dtypes the twins are used."""
+"""C's numbers for the dtypes that it supports. For all other dtypes, `kernels.ops` runs the
+plain-torch twins (`kernels.reference`)."""
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
 
 Field: TypeAlias = "float | str | KernelCall"
 """A field of a kernel's structure. Outside a program, each field is a number. In a program, a field
-can also be a name, for which each run gives a number, or a call of the same program, which stands
-for the address of that call's structure."""
+can also be a name or a `KernelCall`. A name stands for a number that each run gives. A `KernelCall`
+of the same program stands for the address of its structure."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
@@ -63,14 +64,18 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
 
 
 class Library:
-    """The C functions. Each field list mirrors the structure in `src`; a test compares them."""
+    """The C functions of one compiled library.
+
+    A kernel's list of fields mirrors its structure in `src`; a test compares them.
+    """
 
     def __init__(self, build: Build) -> None:
         library = ctypes.CDLL(str(build.path))
         self.build = build
         self.digest = hashlib.sha256(build.path.read_bytes()).hexdigest()[:24]
-        """A hash of the machine code. Results with another hash may differ in their last bits,
-        because another compiler, or code for another CPU, may add in another order."""
+        """A hash of the machine code. The results of two libraries with different hashes may differ
+        in their last bits, because another compiler, or code for another CPU, may add in another
+        order."""
         kernel = functools.partial(Kernel, library)
         self.rms_norm = kernel(
             "rms_norm",
@@ -129,8 +134,9 @@ class Library:
         )
         self.attention = kernel("attention", attention)
         self.merge_splits = kernel("merge_splits", attention)
-        """Merges the partial results that `attention` leaves for sequences whose positions it has
-        split. A program calls it after `attention`, with the same fields."""
+        """Merges the partial results of an `attention` call that splits the positions of sequences.
+        A program calls `merge_splits` after `attention`, with the same fields. Outside a program,
+        `attention` merges the partial results itself."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
             " group x_stride out_stride x_width is_gated is_low_rank"
@@ -149,9 +155,9 @@ class Library:
             "*rows map num_out *alone *ranks *out alone_stride ranks_stride out_stride is_gated",
         )
         self.first_touch = kernel("first_touch", "*memory num_panels panel_bytes")
-        """Fills new memory for a map's weight with zeros, if threads are pinned. The thread that
-        will read a panel of the weight writes the zeros of this panel, so that the system puts the
-        panel's pages near that thread."""
+        """Fills new memory for a map's weight with zeros, if threads are pinned. A panel of the
+        weight (32 output features) is filled by the thread that will read it, so that the system
+        puts the panel's pages near that thread."""
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
@@ -192,14 +198,14 @@ class Program:
     def __init__(self, library: Library, calls: Sequence[KernelCall], num_apart: int) -> None:
         """Prepare the calls.
 
-        A thread that has lost its CPU core can be late: it is still at an early call while the
-        other threads do its work and the next calls. So memory that one call reads or writes may be
-        overwritten only by calls that come at least `num_apart` calls later. No call may change its
-        own inputs, because two threads may compute the same share.
+        A thread that has lost its CPU core can be late: it is still at one call while the other
+        threads do its share of that call, and then the next calls. So memory that one call reads or
+        writes may be overwritten only by calls that come at least `num_apart` calls later. No call
+        may change its own inputs, because two threads may compute the same share.
 
         Raises:
-            ValueError: `joins` ties together more than `num_apart` calls in a row, at which the
-                threads would wait for ever.
+            ValueError: More than `num_apart` calls in a row join one another; the threads would
+                wait for ever.
             KeyError: a field is a call that is not in `calls`.
         """
         num_joined = 0

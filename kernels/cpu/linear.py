@@ -1,5 +1,7 @@
 """Linear maps in C: for few rows memory bandwidth limits their speed, for many rows arithmetic.
 
+A packed weight consists of *panels*; each has the numbers of 32 output features (`PANEL`).
+
 Symbols: `T` tokens, `H` heads, `K` input features, `N` output features, `G` groups of input
 features.
 """
@@ -94,7 +96,8 @@ def pack_integers(
         bits: 8 or 4.
         values: int8[N, K], signed integers of `bits` bits. The weight is `values * scale + offset`.
         scales: [N, G], each for K / G values; K / G is a multiple of 8.
-        offsets: [N, G]; if given, K / G must be a multiple of 32. None, only at 8 bits: zeros.
+        offsets: [N, G]; if given, K / G must be a multiple of 32. At 8 bits, None stands for zeros.
+            At 4 bits, offsets are required.
         bias: [N] of `dtype`, or None.
         dtype: The dtype of the activations, float32 or bfloat16.
     """
@@ -126,8 +129,8 @@ def pack_mxfp4(
 ) -> "PackedLinear":
     """Lay out a weight in MXFP4 for `x @ weight.T + bias`; `can_pack_mxfp4` must be true.
 
-    The weight's numbers are used exactly. The packed weight has as many bytes as the given one,
-    apart from rows that fill up the last panel.
+    The map multiplies with exactly the given numbers, without rounding them. The packed weight has
+    as many bytes as `blocks` and `scales`, apart from rows that fill up the last panel.
 
     Args:
         blocks: uint8[N, G, 16]. Each byte has two numbers, the first in its low bits.
@@ -163,7 +166,7 @@ def _packed(
 ) -> "PackedLinear":
     """Make the map of a weight `[N, K]` that was laid out in panels.
 
-    If `touches`, `Library.first_touch` prepares the memory.
+    If `touches`, `Library.first_touch` is called with the memory for the panels.
     """
     library = native()
     assert library is not None, "can_pack was not asked"
@@ -215,8 +218,13 @@ class PackedLinear:
     num_in: int
     """The number of input features, K."""
     panels: torch.Tensor
-    """The weight as C reads it: float32[ceil(N / 32), K, 32], bfloat16[ceil(N / 32), ceil(K / 2),
-    32, 2], int8 of that shape, or for 4 bits and MXFP4 int16[ceil(N / 32), K / 8, 32, 2]."""
+    """The weight as C reads it:
+
+    - in float32: float32[ceil(N / 32), K, 32]
+    - in bfloat16: bfloat16[ceil(N / 32), ceil(K / 2), 32, 2]
+    - in integers of 8 bits: int8[ceil(N / 32), K / 2, 32, 2]
+    - in integers of 4 bits or MXFP4: int16[ceil(N / 32), K / 8, 32, 2].
+    """
     _scales: torch.Tensor | None
     """float16[ceil(N / 32), G, 32], or for MXFP4 uint8; None if the weight is not quantized."""
     _offsets: torch.Tensor | None
@@ -225,7 +233,7 @@ class PackedLinear:
 
     @property
     def can_gate(self) -> bool:
-        """Whether `call` takes `is_gated`: each panel has either gate or up outputs."""
+        """Whether `call` takes `is_gated`, that is, no panel has both gate and up outputs."""
         return self.num_out % (2 * PANEL) == 0
 
     @property
@@ -264,9 +272,11 @@ class PackedLinear:
         """Return the call that maps the first `num_rows` rows of `x` `[T, K]` to `out` `[T, N]`.
 
         Both tensors have the map's dtype; their rows may lie apart. `ahead` is the memory to
-        prefetch for a later call. If `is_gated`, the map's output is `[gate, up]`, and `out`
-        `[T, N / 2]` gets `silu(gate) * up`, rounded wherever the map and `silu_mul` would round;
-        `can_gate` must be true.
+        prefetch for a later call.
+
+        If `is_gated`, the map computes `[gate, up]`, and writes `silu(gate) * up` to `out`, which
+        is then `[T, N / 2]`. The call rounds wherever separate calls of the map and of `silu_mul`
+        would round. `can_gate` must be true.
         """
         fields = self._fields(x, out, num_rows, ahead, is_gated=is_gated)
         return KernelCall(self._library.linear, fields)

@@ -37,7 +37,7 @@ _TOKENS_AND_HEADS: Final = 3  # dimensions of [T, H, N]
 
 
 def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """Normalise `x`, [T, N] or [T, H, N]; strides over T and H may be any."""
+    """Return `x` [T, N] or [T, H, N], normalised; its strides over T and H may be any."""
     rows = x if x.dim() == _TOKENS_AND_HEADS else x.unsqueeze(1)
     num_tokens, num_heads, width = rows.shape
     check_tensor("x", rows, (num_tokens, num_heads, width), x.dtype, weight)
@@ -54,7 +54,10 @@ def rms_norm(library: Library, x: torch.Tensor, weight: torch.Tensor, eps: float
 def add_rms_norm(
     library: Library, x: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, eps: float
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Add `x` and `residual` [T, N], and normalise the sum; strides over T may be any."""
+    """Return the normalised sum of `x` and `residual` [T, N], and the sum.
+
+    The strides of `x` and `residual` over T may be any.
+    """
     num_tokens, width = x.shape
     check_tensor("x", x, (num_tokens, width), x.dtype, weight)
     check_tensor("residual", residual, (num_tokens, width), x.dtype, x)
@@ -79,7 +82,10 @@ def silu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
 
 
 def tanh_gelu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
-    """Gate `gate_up` [T, 2 * I], of any stride over T."""
+    """Return `tanh_gelu(gate) * up` [T, I] for `gate_up` [T, 2 * I].
+
+    The stride of `gate_up` over T may be any.
+    """
     out = _gated(gate_up)
     library.tanh_gelu_mul(
         DTYPES[gate_up.dtype], *out.shape,
@@ -91,7 +97,11 @@ def tanh_gelu_mul(library: Library, gate_up: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu(
     library: Library, gate_up: torch.Tensor, alpha: float, limit: float
 ) -> torch.Tensor:
-    """Return the gated product [T, I] of `gate_up` [T, 2 * I]; the stride over T may be any."""
+    """Return `(up + 1) * gate * sigmoid(alpha * gate)` [T, I] for `gate_up` [T, 2 * I].
+
+    Gate is clamped to at most `limit`, and up to [-limit, limit]. The stride of `gate_up` over T
+    may be any.
+    """
     out = _gated(gate_up)
     library.clamped_swiglu(
         DTYPES[gate_up.dtype], *out.shape,
@@ -101,7 +111,7 @@ def clamped_swiglu(
 
 
 def _gated(gate_up: torch.Tensor) -> torch.Tensor:
-    """Check `[T, 2 * I]`; return memory for its gated product `[T, I]`."""
+    """Check `gate_up` [T, 2 * I]; return memory for its gated product [T, I]."""
     num_tokens, width = gate_up.shape
     if width % 2 != 0:
         raise ValueError(f"gate_up has width {width}; it must be a multiple of 2")
@@ -208,8 +218,8 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """Attend with `query` [S, H, D], which has one token of each sequence.
 
-    No bit of a row depends on other rows of the batch, and a row equals the result of
-    `paged_attention_prefill`. Lengths are not checked against M * P.
+    No bit of a token's result depends on other sequences. `paged_attention_prefill` computes the
+    same result for the token, bit for bit. Lengths are not checked against M * P.
     """
     num_seqs = block_tables.shape[0]
     check_rows(num_seqs, len(query), out)
@@ -242,7 +252,7 @@ def paged_attention_prefill(
 ) -> torch.Tensor:
     """Attend with `query` [T, H, D], which has the last tokens of each sequence.
 
-    No bit of a row depends on other sequences, or on how the prompt was cut into chunks.
+    No bit of a token's result depends on other sequences, or on how the prompt was cut into chunks.
     """
     check_tensor("query_start_loc", query_start_loc, (len(seq_lens) + 1,), torch.int32, query)
     out = attention_out(out, query, value_cache.shape[3])
@@ -291,7 +301,11 @@ def _attend(
 def suppress(
     library: Library, logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor
 ) -> None:
-    """Set the logits of tokens that a mask does not admit to -inf, in the rows `places`."""
+    """Set the logits of forbidden tokens to -inf, in place.
+
+    A token is forbidden in a row of `logits` if the token's bit in the row's mask is 0. `admitted`
+    has the masks, and `places` has the index of the row for each mask.
+    """
     check_suppression(logits, places, admitted)
     library.suppress(
         len(places), logits.shape[1],
@@ -309,6 +323,8 @@ def draw(
     the running sum of weights, in token order, exceeds `uniform` times the sum of all weights. Each
     row has its own sums, in float64. A token of weight 0 can be drawn only from a row without a
     finite maximum; from such a row, any valid id may be drawn.
+
+    Symbols: `N` draws.
 
     Args:
         logits: float32[S, V]; not changed.
@@ -396,12 +412,12 @@ def delta_scan(
     beta: torch.Tensor,
     state: torch.Tensor | None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Advance the state of each sequence in a layer that is a gated delta net by `T` tokens.
+    """Advance the state of each sequence in a gated-delta-net layer by `T` tokens.
 
-    First, queries and keys are scaled to length 1, and queries are divided by the square root of
-    `K`. Then, for each token, `state = state * exp(g)`, `state = state + k (v - k state) * beta`,
-    and the output is `q state`. As in `selective_scan`, results do not depend on how tokens are
-    divided among calls.
+    First, queries `q` and keys `k` are scaled to length 1, and then queries are divided by the
+    square root of `K`. After that, for each token, `state = state * exp(g)`, then
+    `state = state + k (v - k state) * beta`, and the output is `q state`. As in `selective_scan`,
+    results do not depend on how tokens are divided among calls.
 
     Symbols: `HK` heads of queries and keys, `K` their dim, `P` the dim of values.
 

@@ -1,7 +1,8 @@
 """The CPUs for which the C kernels are compiled: this CPU, and kinds of CPU with a shipped library.
 
-Of the shipped libraries that a CPU can run, the one that uses the most instruction sets is chosen.
-It was never measured whether this library is the fastest of them.
+A *shipped* library comes with the package, already compiled (`kernels.cpu.build.SHIPPED`). Of the
+shipped libraries that a CPU can run, the one that uses the most instruction sets is chosen. It was
+never measured whether this library is the fastest of them.
 """
 
 import platform

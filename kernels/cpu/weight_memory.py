@@ -1,8 +1,9 @@
 """Memory for packed weights, on huge pages where the system has them.
 
-A step of few rows reads every weight once, as fast as memory allows. With pages of 4 KiB, a core
+A step of few tokens reads every weight once, as fast as memory allows. With pages of 4 KiB, a core
 spends a third of the step's time on looking up the addresses of pages, and does not prefetch past
-the end of a page. Weights are often smaller than a huge page, so several weights share a region.
+the end of a page. Weights are often smaller than a huge page, so several weights share a *region*,
+which is allocated and freed as a whole.
 """
 
 import contextlib
@@ -19,7 +20,7 @@ _ALIGN_BYTES: Final = 64
 
 
 class _Region:
-    """Memory that is given out from its start on, and freed with the last tensor in it."""
+    """Memory for several tensors, one after another; it is freed when the last of them is freed."""
 
     def __init__(self, num_bytes: int) -> None:
         num_bytes += _HUGE_PAGE_BYTES  # skip the memory before the first page border

@@ -12,8 +12,8 @@ from torch.nn.functional import silu
 def silu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `silu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
-    `silu(gate)` is rounded to the dtype before it is multiplied by `up`, as in a model that calls
-    `torch.nn.functional.silu`.
+    `silu(gate)` is rounded to the dtype of `gate_up` before it is multiplied by `up`, as in a model
+    that calls `torch.nn.functional.silu`.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return silu(gate).mul_(up)
@@ -33,8 +33,8 @@ def tanh_gelu(x: torch.Tensor) -> torch.Tensor:
 def tanh_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
     """Return `tanh_gelu(gate) * up` [T, I] for `gate_up` [T, 2 * I], with gate in the first half.
 
-    `tanh_gelu(gate)` is rounded to the dtype before it is multiplied by `up`, as in a model that
-    calls GELU separately.
+    `tanh_gelu(gate)` is rounded to the dtype of `gate_up` before it is multiplied by `up`, as in a
+    model that calls GELU separately.
     """
     gate, up = gate_up.chunk(2, dim=-1)
     return tanh_gelu(gate).to(gate_up.dtype).mul_(up)
@@ -43,7 +43,7 @@ def tanh_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """Return `(up + 1) * gate * sigmoid(alpha * gate)` [T, I] for `gate_up` [T, 2 * I].
 
-    Gate, the first half, is cut off above `limit`, and up is cut to [-limit, limit]. The result is
+    Gate, the first half, is clamped to at most `limit`, and up to [-limit, limit]. The result is
     computed in fp32 and rounded once.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)

@@ -1,1 +1,1 @@
-"""The layers of a Llama-shaped decoder as one native program."""
+"""Runs the layers of a decoder like Llama's as one program of C kernels."""

@@ -1,8 +1,9 @@
-"""The layers of a Llama-shaped decoder as one native program, which runs a whole step in one call.
+"""Runs the layers of a decoder like Llama's as one program of C kernels, with one call per step.
 
-If ops are called one by one, a step of one token spends a third of its time between the ops: in
-Python, and until threads have woken. Making a program takes as long as a small step. So a program
-serves all steps of about the same size, and each run passes the counts and addresses of its step.
+If ops are called one by one, a step of one token spends a third of its time between the ops: Python
+runs, and threads wake up. A program (`kernels.cpu.library.Program`) saves this time. Making a
+program takes as long as a small step. So a program serves all steps of about the same size, and
+each run passes the counts and addresses of its step.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `D` head dim, `E` hidden
 size.
@@ -23,10 +24,11 @@ from kernels.cpu.program.layer_calls import ALL, WANTED, LayerCalls, NativeLayer
 from kernels.cpu.program.workspace import NativeShape, Workspace
 
 _APART_BYTES: Final = 8 << 20
-"""A program has as many workspaces as fit in this size, but at least two. Its layers use them in
-turn."""
+"""A program has as many workspaces as fit in this size, but at least two. A workspace is the memory
+that one layer's calls write to; the program's layers use the workspaces in turn."""
 _LARGE_TOKENS: Final = 512
-"""A program is made for a power of two of tokens or, above this number, for a multiple of it."""
+"""A program's capacity in tokens is a power of two up to this number, and a multiple of this number
+above it."""
 _DTYPE: Final = torch.bfloat16
 
 
@@ -35,7 +37,7 @@ class _Size(NamedTuple):
 
     num_tokens: int
     num_wanted: int | None
-    """The number of wanted tokens; None: all tokens are wanted, and need no separate memory."""
+    """The number of wanted tokens, rounded up; None: all tokens are wanted."""
     has_partials: bool
     """Whether attention may split sequences and leave partial results."""
     num_ranks: int
@@ -117,11 +119,12 @@ class NativeDecoder:
     def _make(self, size: _Size) -> _StepProgram:
         """Make a program for steps of up to this size.
 
-        Layer i writes to workspace i modulo the number of workspaces. If some tokens are not
-        wanted, the last layer stores the keys and values of all tokens, and then continues with the
-        wanted tokens in a separate workspace. The attention calls of all layers are made before the
-        other calls, because the map calls of a layer refer to the next attention call, whose KV
-        they prefetch.
+        Layer i writes to workspace i modulo the number of workspaces. The last layer stores the
+        keys and values of all tokens. If some tokens are not wanted, the last layer then
+        continues with the wanted tokens only, in a separate workspace.
+
+        The `KernelCall`s of attention are created first, because a map's call refers to the
+        attention call for which it prefetches KV: the next attention call that the program runs.
         """
         shape = replace(self._shape, num_ranks=size.num_ranks)
         num_layers = len(self._layers)
@@ -173,7 +176,7 @@ class NativeDecoder:
         return _StepProgram(Program(self._library, calls, num_apart), partials, (memory, total))
 
     def _aheads(self, attentions: Sequence[Sequence[KernelCall]]) -> list[dict[str, KvAhead]]:
-        """Return what each layer's maps prefetch, given the attention calls of each layer."""
+        """Return what each layer's maps prefetch, given each layer's attention calls."""
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
         for i, attention in enumerate(attentions):
             if not attention:
@@ -195,10 +198,11 @@ class NativeDecoder:
         return aheads
 
     def _memory_for(self, num_elements: int) -> torch.Tensor:
-        """Return bfloat16[num_elements] or more; programs share it, because no two run at once.
+        """Return memory for at least `num_elements` bfloat16 elements.
 
-        The memory is kept for later programs, because the system clears new pages, which takes a
-        few percent of a step of 2,048 tokens.
+        All programs share the memory, because no two programs run at once. The memory is kept for
+        later programs, because the system clears new pages, which takes a few percent of a step of
+        2,048 tokens.
         """
         if self._memory.numel() < num_elements:
             self._steps.clear()  # the old programs would keep the old memory alive
@@ -206,7 +210,7 @@ class NativeDecoder:
         return self._memory
 
     def _partials_for(self, names: Sequence[str], num_floats: int) -> dict[str, int]:
-        """Return, for each name, the address of memory for `num_floats` float32. Steps reuse it."""
+        """Return an address for each name: that of memory for `num_floats` float32 numbers."""
         if self._partials.numel() < len(names) * num_floats:
             self._partials = torch.empty(len(names) * num_floats, dtype=torch.float32)
         num_bytes = num_floats * self._partials.itemsize

@@ -1,4 +1,4 @@
-"""The inputs of a native decoder's step, and the names by which its program's calls refer to them.
+"""The inputs of a step of `NativeDecoder`, and their names in the calls of the decoder's programs.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `E` hidden
 size, `P` block size, `M` blocks of the longest block table.
@@ -60,7 +60,7 @@ class NativeInputs:
     positions: torch.Tensor
     """int64[T]: the position of each token in its sequence."""
     slot_mapping: torch.Tensor
-    """int64[T]: `block * P + offset`, or PAD_SLOT."""
+    """int64[T]: the slot of each token's KV, or PAD_SLOT (`kernels`)."""
     block_tables: torch.Tensor
     """int32[S, M]: the blocks of each sequence."""
     seq_lens: torch.Tensor

@@ -1,11 +1,11 @@
-"""Plans which keys and values each linear map of a native program prefetches.
+"""Plans which keys and values each linear map of a decoder's program prefetches.
 
 A linear map of many rows hardly uses the memory's bandwidth, while attention of many short
 sequences mostly waits for memory. So the maps between two attention calls prefetch KV that the
 second call will read. A map multiplies a tile of rows with a panel of its weight (32 output
 features) at a time. Each of these products prefetches some *runs*, which are parts of a block's
-keys or values (`src/kv_ahead.h`). Only the products of the first tile do not, because they read the
-weight from memory. No result depends on what is prefetched.
+keys or values (`src/kv_ahead.h`). The products of a map's first tile prefetch nothing, because the
+first tile reads the weight from memory. No result depends on what is prefetched.
 """
 
 from collections.abc import Hashable, Mapping
@@ -21,8 +21,8 @@ number."""
 MAX_RUNS: Final = 256
 """A product that would prefetch more runs than this prefetches none. C uses the same number."""
 PANEL: Final = 32
-"""The number of output features that a product computes, which lie together in a packed weight. C
-uses the same number."""
+"""A panel, the part of a weight that enters one product, has this many output features. C uses the
+same number."""
 
 
 class KvAhead(NamedTuple):
@@ -31,10 +31,10 @@ class KvAhead(NamedTuple):
     attention: KernelCall | int
     """The attention call; 0: the map prefetches nothing."""
     num_runs: int
-    """The limit on runs that are prefetched with each tile of rows after the first."""
+    """The limit on runs that this map prefetches during each tile of rows after the first."""
     num_runs_after: int
-    """How many runs per tile are prefetched by the maps that run after this map and before the
-    attention call. This map leaves those runs out."""
+    """How many runs per tile are prefetched by later maps: those between this map and the attention
+    call. This map does not prefetch these runs."""
 
 
 NOTHING_AHEAD: Final = KvAhead(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Makes the native calls of one decoder layer, for any step that fits the calls' memory.
+"""Makes the calls of C kernels for one decoder layer, for all steps that fit a workspace.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size.
@@ -22,7 +22,7 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class RowFields(NamedTuple):
-    """The names of the numbers that describe all rows of a step, or only the wanted rows."""
+    """The names of the numbers that describe all tokens of a step, or only the wanted tokens."""
 
     num: Field
     starts: Field
@@ -44,7 +44,7 @@ class NativeLayer:
     qkv: PackedLinear
     """The map from E to (H + 2 * HKV) * D features: queries, keys and values."""
     qk_norm: tuple[torch.Tensor, torch.Tensor] | None
-    """`[D]` each, the norms of each query head and of each key head, before rotation."""
+    """`[D]` each, the norms of query heads and of key heads before rotation; None: no norms."""
     window: int | None
     """How many tokens a token attends to, itself included; None: all tokens up to itself."""
     attention_output: PackedLinear
@@ -230,7 +230,7 @@ class LayerCalls:
 
 
 class _Maps(NamedTuple):
-    """Makes the calls of one layer's linear maps for some rows."""
+    """Makes the calls of one layer's linear maps, for all tokens or for the wanted tokens."""
 
     library: Library
     layer: int

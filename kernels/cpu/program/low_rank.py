@@ -1,4 +1,4 @@
-"""LoRA adapters of a native decoder: adds their products to the results of linear maps, in C.
+"""LoRA adapters for `NativeDecoder`: calls that add the adapters' products to results of maps.
 
 Symbols: `T` tokens, `K` input features of a map, `N` its output features, `R` rank of an adapter's
 pair of maps, `G` groups of tokens, each with one adapter.
@@ -18,8 +18,8 @@ MAPS: Final = ("qkv", "attention_output", "gate_up", "down")
 """The maps of a layer to which adapters may add, in the order in which C numbers them."""
 
 PackedPair: TypeAlias = tuple[PackedLinear, PackedLinear]
-"""The two maps that an adapter adds to one map of the model: A, from K to R, and B, from R to N,
-already scaled. R is even."""
+"""The two maps that an adapter adds to one map of the model: A, from K to R features, and B, from R
+to N. B's weight is already multiplied by the adapter's scale. R is even."""
 
 
 class NativeAdapter:
@@ -50,11 +50,11 @@ class NativeAdapter:
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
-    """Return where each panel of B is not zero, as intervals [first, end): int32[ceil(N / 32), 2].
+    """Return for each panel of B, 32 outputs, the interval [first, end) in which it is not zero.
 
-    `first` and `end` count pairs of ranks, of which there are R / 2. If several maps of the model
-    are fused into one, such as q, k and v, each has its own ranks, so B is zero where an output of
-    one meets a rank of another.
+    The intervals are int32[ceil(N / 32), 2]. `first` and `end` count pairs of ranks, of which there
+    are R / 2. If a map of the model consists of fused maps, as "qkv" does, an adapter has separate
+    ranks for q, k and v. Then, for example, B is zero from the ranks of k to the outputs of q.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]

@@ -1,7 +1,8 @@
 """Memory for the intermediate results of a native decoder's layers.
 
-Each call writes to a separate tensor, and layers take turns with a few workspaces. So no memory is
-overwritten while a late thread may still use it (`kernels.cpu.library.Program`).
+A workspace has a separate tensor for each call of a layer, and the layers use a few workspaces in
+turn. So no memory is overwritten while a late thread may still use it, as
+`kernels.cpu.library.Program` requires.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
 `I` intermediate size, `N` outputs of a linear map, `R` ranks of adapters.
@@ -46,7 +47,7 @@ class AdaptedWork:
     alone: torch.Tensor
     """[T, N], the results of the model's map without adapters."""
     ranks: torch.Tensor
-    """[T, R], the results of the adapters' maps A, sorted by adapter."""
+    """[T, R], the results of the adapters' maps A; the rows are sorted by adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -78,7 +79,7 @@ class Workspace:
 
     @classmethod
     def of(cls, shape: NativeShape, num_tokens: int, memory: torch.Tensor) -> "Workspace":
-        """Lay out a workspace in `memory`, bfloat16[num_elements]."""
+        """Lay out a workspace in `memory`, bfloat16[`num_elements(shape, num_tokens)`] or more."""
         parts, at = {}, 0
         for name, size in _sizes(shape).items():
             length = num_tokens * math.prod(size)

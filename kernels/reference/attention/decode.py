@@ -25,7 +25,9 @@ def paged_attention_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [S, H, D] to each sequence's first `seq_lens` slots; return [S, H, DV].
+    """Attend with `query` [S, H, D] to the first `seq_lens[s]` positions of each sequence s.
+
+    Returns [S, H, DV].
 
     The caches are [B, P, HKV, D] and [B, P, HKV, DV] views, `block_tables` int32[S, M], `seq_lens`
     int32[S]. A sequence of length 0 is a padding row and gives zeros. Softmax and sums are fp32.
@@ -36,16 +38,17 @@ def paged_attention_decode(
     quarters of the time for 8 sequences of equal length, but twice the time for sequences of
     different lengths.
 
-    With `window` only the last `window` slots are read and attended to. With `softcap` each score s
-    becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], are one more score of each head in the
-    softmax's denominator, without scale or value.
+    With `window` only the last `window` positions are read and attended to. With `softcap` each
+    score x becomes `softcap * tanh(x / softcap)`. `sinks`, fp32 [H], has one more score for each
+    head. This score is only added in the softmax's denominator: it has no value, and `scale` and
+    `softcap` do not change it.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the
     dtype of `query`.
 
-    If `out` is given, contiguous [T, H, DV], `query` is [T, H, D], and T may be above S. The first
-    S rows of `out` are written, and `out` is returned.
+    If `out` is given, it is contiguous [T, H, DV], and `query` is [T, H, D], where T is S or more.
+    Then the first S rows of `out` are written, and `out` is returned.
     """
     num_seqs = len(seq_lens)
     if out is None:

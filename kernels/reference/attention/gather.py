@@ -42,7 +42,9 @@ class KvGather:
     def read(
         self, block_table: torch.Tensor, start: int, end: int
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Copy the keys and values of positions [start, end), each [1, HKV, end - start, D].
+        """Return copies of the keys and values of positions [start, end).
+
+        Each is [1, HKV, end - start, D].
 
         `block_table` is int32[M].
         """

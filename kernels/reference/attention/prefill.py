@@ -34,23 +34,24 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its position; return [T, H, DV].
+    """Attend with each query token to its sequence's positions up to its own.
 
-    The rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D] are the last
-    query_len tokens of sequence s: row i has position seq_len - query_len + i. The keys and values
-    of these tokens are already in the caches, [B, P, HKV, D] and [B, P, HKV, DV] views.
-    `block_tables` is int32[S, M], `seq_lens` int32[S], `query_start_loc` int32[S + 1]; no query_len
-    is above `max_query_len`. The first number of `query_start_loc` may be above 0. Rows that belong
-    to no sequence are zero. Softmax and sums are fp32.
+    Returns [T, H, DV]. The rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D]
+    are the last tokens of sequence s. If there are q such rows, the i-th of them has the position
+    seq_lens[s] - q + i. The keys and values of these tokens are already in the caches, which are
+    [B, P, HKV, D] and [B, P, HKV, DV] views. `block_tables` is int32[S, M], `seq_lens` int32[S] and
+    `query_start_loc` int32[S + 1]. The first number of `query_start_loc` may be above 0. No
+    sequence has more than `max_query_len` query tokens. Rows of the result that belong to no
+    sequence are zero. Softmax and sums are fp32.
 
-    No bit of a row depends on other sequences. If prompts are cut into chunks at multiples of 64
-    only, no bit depends on the cuts either; with other cuts, results agree up to rounding. A chunk
-    of one token gives the same result as `paged_attention_decode`.
+    No bit of a row depends on other sequences. If prompts are cut into chunks only at multiples of
+    64 tokens, no bit depends on the cuts either; with other cuts, results agree up to rounding. A
+    chunk of one token gives the same result as `paged_attention_decode`.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
 
     If `out` is given, contiguous [T, H, DV], the result is written to `out`, and `out` is returned.
-    Then rows that belong to no sequence are undefined.
+    Then rows of `out` that belong to no sequence are undefined.
     """
     if out is None:
         out = query.new_zeros(*query.shape[:2], value_cache.shape[3])
