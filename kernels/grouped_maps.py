@@ -14,9 +14,9 @@ ALIGNMENT: Final = 16
 class GroupedMaps:
     """The weights of X maps from K to N features, which a kernel finds by their addresses.
 
-    A weight is `[N, K]`, or `[K, N]` if `is_by_input`. A weight of this shape is *whole*. A
-    weight may have fewer rows than N: then its map writes only the first outputs. If `is_by_input`,
-    a weight may have fewer rows than K: then its map reads only the first inputs. Rows are dense.
+    If `is_by_input`, a *whole* weight is `[K, N]`, and the map of a weight with fewer rows than K
+    reads only the first inputs. Otherwise a whole weight is `[N, K]`, and the map of a weight with
+    fewer rows than N writes only the first outputs. Rows are dense.
     """
 
     num_in: int

@@ -26,8 +26,8 @@ relative error by 4e-4, both with AVX-512 and with AMX in an emulator."""
 _CHECKED_HEADS: Final = ((9, 3, 64), (4, 1, 96), (20, 1, 128))
 """The shapes of attention that are checked: (query heads, kv heads, head dim)."""
 _NUM_CHECKED_POSITIONS: Final = 570
-"""How many KV positions attention reads in a check. They are more than the 512 of one split
-(`kernels.cpu.fields`), and not a multiple of the positions in a tile."""
+"""How many KV positions attention reads in a check. The number is above the 512 positions of one
+split (`kernels.cpu.fields`), and is not a multiple of the positions in a tile."""
 _TIMED_MAP: Final = (4096, 2048)
 """Output and input features of the maps to time, which have 16 MiB of weights in bfloat16."""
 _TIMED_GROUP: Final = 32
@@ -136,7 +136,7 @@ def _maps(
 
 @dataclass(frozen=True, slots=True)
 class _Attention:
-    """T query tokens that can attend to each sequence in `caches`, as its last T tokens."""
+    """T query tokens that can attend to any sequence in `caches`, as the sequence's last tokens."""
 
     library: Library
     query: torch.Tensor

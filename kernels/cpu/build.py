@@ -1,4 +1,4 @@
-"""Compiles the C sources once for each kind of CPU, and keeps the library in a cache."""
+"""Compiles the C sources to a library for a kind of CPU, once, and keeps the library in a cache."""
 
 import hashlib
 import platform

@@ -198,7 +198,7 @@ def _scale_dtype(scales: torch.Tensor) -> torch.dtype:
 
 
 def _by_panel(of_groups: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Rearrange `[N, G]` to [ceil(N / 32), G, 32] of `dtype`."""
+    """Rearrange scales or offsets [N, G] to [ceil(N / 32), G, 32] of `dtype`."""
     panels = _padded(of_groups).view(-1, PANEL, of_groups.shape[1]).transpose(1, 2)
     return panels.to(dtype).contiguous()
 

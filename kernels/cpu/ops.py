@@ -319,10 +319,11 @@ def draw(
 ) -> torch.Tensor:
     """Draw one token from each of the rows `places` of `logits`; return the token ids, int64[N].
 
-    A token's weight is `exp((logit - max) / temperature)`. The drawn token is the first at which
-    the running sum of weights, in token order, exceeds `uniform` times the sum of all weights. Each
-    row has its own sums, in float64. A token of weight 0 can be drawn only from a row without a
-    finite maximum; from such a row, any valid id may be drawn.
+    A token's weight is `exp((logit - max) / temperature)`, where max is the row's largest logit.
+    The drawn token is the first at which the running sum of weights, in token order, exceeds
+    `uniform` times the sum of all weights. Each row has its own sums, in float64. A token of weight
+    0 can be drawn only from a row without a finite maximum; from such a row, any valid id may be
+    drawn.
 
     Symbols: `N` draws.
 
@@ -369,7 +370,7 @@ def selective_scan(
     Args:
         x: [S, T, H, P], `T` tokens of each sequence.
         dt: float32[S, T, H].
-        a: float32[H, N], negative; or [H, 1] if it is the same for all `N`.
+        a: float32[H, N], negative; or [H, 1] if the `N` numbers of each head are equal.
         b: [S, T, G, N], of the dtype of `x`.
         c: [S, T, G, N], of the dtype of `x`.
         d: float32[H].

@@ -1,4 +1,4 @@
-"""The plain-torch twins of the kernels, which define the results and run where no kernel can.
+"""The kernels' *twins*: torch functions that define the results, and run where no kernel can.
 
 Each twin has the name and signature of its Triton launcher in `kernels.triton`.
 """

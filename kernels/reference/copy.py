@@ -19,7 +19,8 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
     """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i.
 
-    `pool` is [B, E] or [B, K, E], `staged` [N, E] or [N, K, E], `block_ids` int64[N].
+    `pool` is [B, E], or [B, K, E] if a block consists of K pieces with any stride between them.
+    `staged` is [N, E] or [N, K, E], and `block_ids` int64[N].
     """
     staged.copy_(pool.index_select(0, block_ids))
 

@@ -176,7 +176,10 @@ class NativeDecoder:
         return _StepProgram(Program(self._library, calls, num_apart), partials, (memory, total))
 
     def _aheads(self, attentions: Sequence[Sequence[KernelCall]]) -> list[dict[str, KvAhead]]:
-        """Return what each layer's maps prefetch, given each layer's attention calls."""
+        """Return for each layer what its maps prefetch, by the names in `low_rank.MAPS`.
+
+        `attentions` has the attention calls of each layer.
+        """
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
         for i, attention in enumerate(attentions):
             if not attention:

@@ -19,7 +19,7 @@ RUN_STEPS: Final = 128
 """A product prefetches one run for every 128 pairs of input features, rounded down. C uses the same
 number."""
 MAX_RUNS: Final = 256
-"""A product that would prefetch more runs than this prefetches none. C uses the same number."""
+"""A product that would prefetch more than this many runs prefetches none. C uses the same limit."""
 PANEL: Final = 32
 """A panel, the part of a weight that enters one product, has this many output features. C uses the
 same number."""
@@ -43,11 +43,11 @@ NOTHING_AHEAD: Final = KvAhead(0, 0, 0)
 def share_out(
     attention: KernelCall, maps: Mapping[_Place, tuple[int, int]]
 ) -> dict[_Place, KvAhead]:
-    """Divide the memory that `attention` reads among the maps before it.
+    """Choose what each map prefetches of the keys and values that `attention` reads.
 
-    `maps` has the numbers of input and output features of each map, in the order in which the maps
-    run. The last maps prefetch as much as they can, because memory that is fetched late is likelier
-    to be still in a cache.
+    `maps` has the maps that run before `attention`, in the order in which they run, each with its
+    numbers of input and output features. The last maps prefetch as much as they can, because memory
+    that is fetched late is likelier to be still in a cache.
     """
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0

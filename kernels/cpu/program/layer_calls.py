@@ -191,7 +191,7 @@ class LayerCalls:
         *,
         joins: bool = False,
     ) -> KernelCall:
-        """Return the call that copies the rows of the wanted tokens."""
+        """Return the call that copies the rows of the wanted tokens from `x` to `out`."""
         row_bytes = out.shape[1] * out.element_size()
         return KernelCall(self._library.gather, (
             StepField.NUM_WANTED, row_bytes, row_bytes, x, StepField.PLACES, out.data_ptr(),

@@ -70,9 +70,10 @@ class RowAdapters:
     def __init__(
         self, numbers: npt.NDArray[np.int64], adapters: Mapping[int, NativeAdapter]
     ) -> None:
-        """Group the tokens by `numbers`, int64[T], the number of each token's adapter, from 0 on.
+        """Group the tokens by adapter.
 
-        A number that is not in `adapters` means that the token has no adapter.
+        `numbers`, int64[T], has the number of each token's adapter, which is at least 0. A number
+        that is not in `adapters` means that the token has no adapter.
         """
         num_tokens = len(numbers)
         self._places = np.argsort(numbers, kind="stable")
@@ -112,8 +113,8 @@ def low_rank_calls(
 ) -> Iterator[KernelCall]:
     """Yield the calls that add the adapters' products for `x` to `alone`; `out` gets the sums.
 
-    These calls follow the call of the map from `x` to `alone`. All tensors are bfloat16; their rows
-    may lie apart.
+    The program must run these calls after the call of the map from `x` to `alone`. All tensors are
+    bfloat16; their rows may lie apart.
 
     Args:
         library: The native code.

@@ -1,4 +1,4 @@
-"""Memory for the intermediate results of a native decoder's layers.
+"""Memory for the intermediate results of the layers of `NativeDecoder`.
 
 A workspace has a separate tensor for each call of a layer, and the layers use a few workspaces in
 turn. So no memory is overwritten while a late thread may still use it, as

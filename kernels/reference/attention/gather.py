@@ -44,7 +44,7 @@ class KvGather:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return copies of the keys and values of positions [start, end).
 
-        Each is [1, HKV, end - start, D].
+        Keys and values are each [1, HKV, end - start, D].
 
         `block_table` is int32[M].
         """
@@ -60,7 +60,7 @@ class KvGather:
     def _read(
         self, cache: "_Blocks", scales: "_Blocks | None", blocks: torch.Tensor, slots: slice
     ) -> torch.Tensor:
-        """Return the given slots of `blocks`, [1, HKV, slots, D]."""
+        """Return [1, HKV, *, D]: the positions `slots`, counted from the start of `blocks`."""
         read = cache.read(blocks).flatten(0, 1)[slots]  # [slots, HKV, D]
         if scales is not None:
             read = dequantize(read, scales.read(blocks).flatten(0, 1)[slots], self._dtype)
