@@ -9,8 +9,8 @@ compares kernel and twin (docs/write-a-kernel.md).
 
 The KV pool is block-major: a block holds the keys and values of several layers. So one layer's key
 or value cache is a view [num_blocks, block_size, num_kv_heads, head_dim] whose blocks lie far
-apart. So kernels take strides, and compute the offsets of elements in int64. A *slot* numbers the
-memory for one token's KV: `block * block_size + i`, where i is the token's index in the block.
+apart. So kernels take strides, and compute the offsets of elements in int64. A *slot* is the index
+of a token's KV in a cache: `block * block_size + i`, where i is the token's index in the block.
 `PAD_SLOT` marks a token whose KV is not stored.
 
 No launcher waits for the device, and none reads a value from the device to size its grid. So all

@@ -123,7 +123,7 @@ def prepare_prefill(
     """Return a function that runs `paged_attention_prefill` with these tensors for any `Sequences`.
 
     If `is_whole`, a GPU never splits a sequence's positions. Then no bit of a token's result
-    depends on what else the step computes, as is always the case on a CPU.
+    depends on the other sequences of the step, as is always the case on a CPU.
     """
     if query.is_cuda:
         module = _triton_module(reference.paged_attention_prefill.__module__)

@@ -160,7 +160,7 @@ def _examine(library: Library, machine: dict[str, str], num_begun: int) -> AmxFi
 
 
 def find_failure(library: Library) -> str | None:
-    """Return what the first wrong result with AMX is, or None if all results are right.
+    """Describe the first wrong result with AMX; return None if all results are right.
 
     AMX is on afterwards.
     """

@@ -50,11 +50,12 @@ class NativeAdapter:
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
-    """Return for each panel of B, 32 outputs, the interval [first, end) in which it is not zero.
+    """Return the interval of ranks [first, end) in which each panel of B is not zero.
 
-    The intervals are int32[ceil(N / 32), 2]. `first` and `end` count pairs of ranks, of which there
-    are R / 2. If a map of the model consists of fused maps, as "qkv" does, an adapter has separate
-    ranks for q, k and v. Then, for example, B is zero from the ranks of k to the outputs of q.
+    A panel of B has 32 outputs. The intervals are int32[ceil(N / 32), 2], in which first and end
+    count pairs of ranks, of which there are R / 2. If a map of the model consists of fused maps, as
+    "qkv" does, an adapter has separate ranks for q, k and v. Then, for example, B is zero from the
+    ranks of k to the outputs of q.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
