@@ -22,7 +22,7 @@ model's shape and the device's configuration (`kernels.triton.configs`). On a GP
 exceptions, in which the batch changes the last bits of results:
 
 - Prefill attention splits positions if the launch has too few tokens to fill the GPU.
-- Decodes may attend together to a prefix that they share (`Sequences.shared`).
+- Decoding sequences may attend together to a prefix that they share (`Sequences.shared`).
 - The kernels for quantized linear maps and for `kernels.grouped_maps` choose tiles by the number of
   input rows (`kernels.triton.linear.tile_sizes`).
 - torch's matrix products add in an order that depends on the number of input rows.

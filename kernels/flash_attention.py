@@ -2,8 +2,8 @@
 
 FlashAttention reads a paged KV cache in Quire's layout: caches `[B, P, HKV, D]`, and a block table
 int32[S, M]. A cache may have any block size, and any strides except the last, which is 1. Only the
-names of arguments differ. This module has not run on a GPU yet: the tests use a fake that follows
-FlashAttention's documentation and checks its arguments.
+names of arguments differ from those of `kernels.ops`. This module has not run on a GPU yet: the
+tests use a fake that follows FlashAttention's documentation and checks its arguments.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `B` blocks, `P`
 block size, `M` max blocks per sequence.

@@ -31,7 +31,7 @@ split (`kernels.cpu.fields`), and is not a multiple of the positions in a tile."
 _TIMED_MAP: Final = (4096, 2048)
 """Output and input features of the maps to time, which have 16 MiB of weights in bfloat16."""
 _TIMED_GROUP: Final = 32
-"""Input features of a group of 4-bit weights in the maps to time."""
+"""How many input features a group of 4-bit weights has in the maps to time."""
 _TIMED_HEADS: Final = (32, 8, 128)
 _NUM_TIMED_SEQS: Final = 8
 """The number of sequences for timing, with 16 MiB of KV in all. Each call of attention reads the

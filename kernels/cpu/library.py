@@ -20,7 +20,7 @@ DTYPES: Final = {torch.float32: 0, torch.bfloat16: 1}
 """C's numbers for the dtypes that it supports. For all other dtypes, `kernels.ops` runs the
 plain-torch twins (`kernels.reference`)."""
 KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
-"""C's numbers for the dtypes of a quantized cache; 0 is the dtype of the model."""
+"""C's numbers for the dtypes of a quantized cache; 0 stands for a cache that is not quantized."""
 
 Field: TypeAlias = "float | str | KernelCall"
 """A field of a kernel's structure. Outside a program, each field is a number. In a program, a field
@@ -257,9 +257,9 @@ class Program:
 
 @functools.cache
 def native() -> Library | None:
-    """Return the library, or None if there is none; the first call may compile it for seconds.
+    """Return the library; the first call may take seconds, because it may compile the library.
 
-    If there is no library, a warning gives the reason once.
+    If the library cannot be compiled or loaded, return None; the first call warns of the reason.
     """
     try:
         build = find_or_build()

@@ -51,7 +51,7 @@ class WeightMemory:
     def hold(
         self, weight: torch.Tensor, touch: Callable[[torch.Tensor], None] | None = None
     ) -> torch.Tensor:
-        """Return a contiguous copy of a CPU tensor; its memory is freed with its whole region.
+        """Return a contiguous copy of a CPU tensor, in memory that is freed with its whole region.
 
         `touch` is called with the memory, in the weight's shape, before anything is written to it.
         """
@@ -68,7 +68,7 @@ class WeightMemory:
         return held.copy_(weight)
 
     def begin_region(self) -> None:
-        """Start a new region for later weights, so that the region of earlier ones can be freed."""
+        """Begin a region for later weights, so that the region of earlier weights can be freed."""
         with self._lock:
             self._region = None
 

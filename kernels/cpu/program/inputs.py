@@ -46,7 +46,7 @@ class NativeWanted:
     places: torch.Tensor
     """int64[N]: the indices of the wanted tokens among the step's tokens, ascending."""
     query_start_loc: torch.Tensor
-    """int32[S + 1]: where each sequence's tokens start among the wanted ones."""
+    """int32[S + 1]: where each sequence's tokens start among the wanted tokens."""
     adapters: RowAdapters | None = None
     """The adapters of the wanted tokens; None if the step has no adapters."""
 
