@@ -1,5 +1,6 @@
-"""The data types that several processes share, with the limits of their values and their codecs.
+"""Data types that several processes share: their fields, limits, and conversion to protobuf.
 
-Every package may import this one. Of Quire, this package imports only the generated stubs, and only
-in `contract.codec`, which turns values into protobuf and back.
+Every package may import `contract`. `contract` imports only one package of Quire, the protobuf
+stubs in `quire.v1`. Only `contract.codec` imports the stubs, to convert values to protobuf and
+back.
 """

@@ -1,7 +1,7 @@
-"""Tracks which workers have which blocks, to present a cell's KV events as those of one engine.
+"""Tracks which workers have which blocks, so that a cell can report KV events as one vLLM engine.
 
-No call blocks the event loop for long, however many blocks there are: the blocks are in many small
-tables, because a dict of a million blocks takes tens of milliseconds to grow.
+No call delays the event loop for long, however many blocks are tracked. The blocks are spread over
+many small dicts, because a dict of a million blocks takes tens of milliseconds to grow.
 """
 
 from collections.abc import Hashable, Iterable, Iterator
@@ -13,12 +13,15 @@ HolderT = TypeVar("HolderT", bound=Hashable)
 
 _NUM_TABLES: Final = 1024
 _PART_BLOCKS: Final = 512
-"""`clear` looks at about this many blocks at a time, which takes half a millisecond
+"""`clear` checks about this many blocks before each `yield`; checking them takes half a millisecond
 (`bench/kv_events.py`)."""
 
 
 class BlockHolders(Generic[HolderT]):
-    """The holders of each block: workers or their tiers. A block without holders is forgotten."""
+    """The holders of each block; a holder is a worker, or one tier of a worker.
+
+    A block without holders is forgotten.
+    """
 
     def __init__(self) -> None:
         self._tables: list[dict[BlockHash, tuple[HolderT, ...]]] = [{} for _ in range(_NUM_TABLES)]
@@ -48,10 +51,10 @@ class BlockHolders(Generic[HolderT]):
         return gone
 
     def clear(self, holder: HolderT) -> Iterator[list[BlockHash]]:
-        """Remove `holder` from all its blocks, in parts; yield the blocks that now have no holder.
+        """Remove `holder` from all its blocks, in parts.
 
-        Between two parts, the caller should let other tasks run. No task may change holders before
-        the last part.
+        For each part, yield the blocks of the part that now have no holder. Between two parts, the
+        caller should let other tasks run. Until the last part, no task may call `add` or `remove`.
         """
         num_seen, held = 0, list[BlockHash]()
         for table in self._tables:

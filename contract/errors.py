@@ -1,7 +1,7 @@
-"""The one error tree, and the one table from errors to gRPC and HTTP status.
+"""Every error that a client may see, each with its gRPC and HTTP status.
 
-The services raise these errors; interceptors and HTTP middleware turn them into a status with
-`google.rpc` details. Any other exception that reaches them is a bug and becomes INTERNAL.
+The services raise these errors. Interceptors and HTTP middleware turn each error into its status,
+with `google.rpc` details. An exception of another class is a bug and becomes INTERNAL.
 """
 
 from collections.abc import Sequence
@@ -10,7 +10,7 @@ from typing import ClassVar, Final
 import grpc
 
 _MAX_SHOWN: Final = 128
-"""The limit on characters of a client's text that an error message repeats."""
+"""An error message repeats at most this many characters of a client's text."""
 
 
 class QuireError(Exception):
@@ -35,7 +35,7 @@ class InvalidArgumentError(QuireError):
 
 
 class ContextLengthError(InvalidArgumentError):
-    """The prompt, or the prompt and `max_tokens`, do not fit the model's context."""
+    """The prompt, or the prompt with `max_tokens` more tokens, does not fit the model's context."""
 
 
 class UnauthenticatedError(QuireError):
@@ -69,7 +69,7 @@ class ModelNotFoundError(NotFoundError):
 
 
 class AlreadyExistsError(QuireError):
-    """The client wants to create something that exists, such as a live request with the same id."""
+    """The client wants to create something under an id or a key that is already in use."""
 
     code = grpc.StatusCode.ALREADY_EXISTS
     http_status = 409
@@ -125,7 +125,7 @@ class StaleEpochError(FailedPreconditionError):
 
 
 class UnimplementedError(QuireError):
-    """The client used a known field or method that Quire does not support."""
+    """The call is valid, but asks for something that this model or service cannot do."""
 
     code = grpc.StatusCode.UNIMPLEMENTED
     http_status = 400

@@ -6,11 +6,16 @@ is canonical, so any process in any language computes the same hash:
     root       = sha256("quire.v1.prefix" 0x00 salt)              salt in UTF-8
     hash(b)    = sha256(hash(b - 1) tokens(b))                    tokens as int32, little-endian
 
-with `hash(-1) = root`. A model with several KV groups has one block per group for the same tokens.
-The hash for group g > 0 is sha256(hash(b) g), with g in one byte. A partial block is hashed in the
-same way, over the tokens that it has. Its hash differs from the hash of every full block, because a
-full block has more tokens. Hashes are never shortened, since a collision would show one client the
-text of another client.
+with `hash(-1) = root`. Only requests with equal salts share blocks. A block's *parent* is the block
+before it.
+
+A model with several KV groups has one block per group for the same tokens. hash(b) is the hash of
+the block of group 0. The hash of the block of group g > 0 is sha256(hash(b) g), with g in one byte.
+
+The hash of a partial block is computed like hash(b), from the tokens that the block has. This hash
+differs from the hash of every full block, because a full block has more tokens.
+
+Hashes are never shortened, since a collision would show one client the text of another client.
 """
 
 from functools import lru_cache
@@ -41,14 +46,14 @@ def root_hash(salt: str) -> BlockHash:
 
 
 def next_hash(parent: BlockHash, token_bytes: bytes) -> BlockHash:
-    """Return the hash of the block after `parent`; `token_bytes` are little-endian int32."""
+    """Return the hash of a block from its parent's hash and its tokens, as little-endian int32."""
     # The digest is not wrapped in `BlockHash(...)`: the call would take a tenth of this function's
     # time.
     return sha256(parent + token_bytes).digest()  # type: ignore[return-value]
 
 
 def group_hash(name: BlockHash, group: int) -> BlockHash:
-    """Return the hash of a KV group's block; `name` is the hash of the block of group 0."""
+    """Return the hash of a block of KV group `group`; `name` is the hash(b) of the same tokens."""
     # Not wrapped in `BlockHash(...)`, as in `next_hash`.
     return sha256(name + _GROUPS[group]).digest() if group else name  # type: ignore[return-value]
 

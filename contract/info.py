@@ -22,7 +22,7 @@ class MemoryLevel(Enum):
 class Role(StrEnum):
     """Which part of a request the scheduler gives to a worker: the prompt, the output, or both.
 
-    Every worker is able to compute both parts.
+    A worker of any role is able to compute prompts and outputs.
     """
 
     BOTH = "both"
@@ -55,12 +55,12 @@ class ModelInfo:
     adapters: tuple[LoraAdapter, ...] = ()
     """The LoRA adapters that are loaded, sorted by name."""
     directory: str = ""
-    """The directory of a model that an operator loaded; empty for the model of the worker's flags.
-    """
+    """The directory of a model that an operator loaded; empty for the model that the worker started
+    with."""
     abilities: Abilities = ONLY_GENERATES
 
     def __str__(self) -> str:
-        """Describe the model by the fields in which another worker's model may differ."""
+        """Describe the model for errors and logs that compare it with another model."""
         details = f"vocab_size {self.vocab_size}"
         if self.directory:
             details += f", from {self.directory}"
@@ -71,7 +71,7 @@ class ModelInfo:
 
 
 def new_instance_id() -> int:
-    """Draw a random 64-bit number other than 0, which identifies one start of a worker."""
+    """Draw a random 64-bit number other than 0, to be a `WorkerInfo.instance_id`."""
     return 1 + secrets.randbelow(2**64 - 1)
 
 
@@ -87,7 +87,7 @@ class WorkerInfo:
     limits: Limits
     eos_token_ids: tuple[int, ...]
     block_bytes: int
-    """Size of one block, over all layers of its KV group; 0: unknown."""
+    """Size of one block in bytes, with all layers of its KV group; 0: unknown."""
     dtype: str
     """Number format of weights and activations, such as "bfloat16"."""
     structured_output: bool = False
@@ -101,7 +101,7 @@ class WorkerInfo:
     disk_bytes_per_s: float = 0.0
     """Measured rate of reading blocks from the disk; 0: not measured."""
     instance_id: int = 0
-    """Identifies one start of the worker, or one load of its model; 0: unknown."""
+    """Identifies one load of a model by the worker, at the worker's start or later; 0: unknown."""
     takes_kv: bool = True
     """Whether the worker exchanges contents of host blocks with other workers."""
     num_draft_tokens: int = 0
@@ -125,7 +125,7 @@ class WorkerInfo:
     kv_dtype: str = "auto"
     """Number format of stored keys and values; "auto" is `dtype`."""
     host_block_bytes: int = 0
-    """Size of one host block as packed by `host_codec`; 0: as on the device."""
+    """Size in bytes of one host block, packed by `host_codec`; 0: as on the device."""
     host_codec: str = "none"
     is_batch_invariant: bool = False
     """Whether every bit of a request's KV is independent of other requests."""

@@ -28,7 +28,8 @@ class LoadedAdapter:
 
     adapter: LoraAdapter
     was_there: bool
-    """Whether the adapter was already loaded with the same contents; then nothing has changed."""
+    """Whether the adapter was already loaded, with the same contents, so that nothing has changed.
+    """
 
 
 def is_adapter_name(name: str) -> bool:

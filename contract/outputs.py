@@ -33,7 +33,7 @@ class OutputDelta(NamedTuple):
 
     output_index: int
     token_offset: int
-    """The position in the output of the first of `token_ids`."""
+    """The position of `token_ids[0]` in the output."""
     token_ids: tuple[int, ...]
     text: str
     logprobs: tuple[TokenLogprob, ...] = ()
@@ -73,7 +73,8 @@ class Usage:
     pinned_tokens: int = 0
     """Prompt tokens pinned in the prefix cache."""
     reasoning_tokens: int = 0
-    """Output tokens that the model spent on thinking; 0 if its markers of thinking are unknown."""
+    """Output tokens that the model spent on thinking; 0 if the router cannot tell thinking from
+    text."""
 
     @property
     def cache_write_tokens(self) -> int:

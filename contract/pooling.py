@@ -1,4 +1,4 @@
-"""Pooling, which makes a vector (an embedding or a score) of a prompt; and the tasks of a model."""
+"""Pooling, which turns a prompt into a vector (an embedding or a score); the tasks of a model."""
 
 from dataclasses import dataclass
 from enum import StrEnum
@@ -35,7 +35,8 @@ class Pooling:
     normalize: bool = False
     """Whether to scale the vector to length 1."""
     dimensions: int | None = None
-    """Keep only this many numbers of the vector, and then normalize it; None: keep all."""
+    """How many of the vector's first numbers to keep; None: all. `normalize` scales what is kept.
+    """
     num_first_tokens: int = 0
     """For a pair of texts: how many tokens the first text has, special tokens included."""
 
@@ -47,7 +48,7 @@ class Pooling:
 
 @dataclass(frozen=True, slots=True)
 class Abilities:
-    """The tasks that a model can do, and the form of its vectors."""
+    """The tasks that a model can do, and the vectors that it makes."""
 
     tasks: tuple[Task, ...] = (Task.GENERATE,)
     embedding_size: int = 0
@@ -64,7 +65,7 @@ class Abilities:
         """Check that the model can pool as a request asks, or generate if `pooling` is None.
 
         Raises:
-            UnimplementedError: The model cannot do this task.
+            UnimplementedError: The model cannot do the task.
             InvalidArgumentError: The model's vectors have fewer than `pooling.dimensions` numbers.
         """
         task = Task.GENERATE

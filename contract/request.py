@@ -1,4 +1,4 @@
-"""Clients' requests, to generate or to resume a stream, and the models that they may name."""
+"""Clients' requests, to generate or to resume a stream, and the models that requests may name."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -37,7 +37,7 @@ class Model:
     parent: str = ""
     """The base model of an adapter; empty for a base model."""
     adapter: LoraAdapter | None = None
-    """The LoRA adapter. None for a base model; always None in clients, which see only `parent`."""
+    """The LoRA adapter. None for a base model; in the Python client always None."""
     abilities: Abilities = ONLY_GENERATES
 
     @property
@@ -62,8 +62,8 @@ class GenerateRequest:
     stop: tuple[str, ...] = ()
     include_stop_str_in_output: bool = False
     add_special_tokens: bool = True
-    """Whether the tokenizer adds special tokens to a text prompt. False for the text of a chat
-    template, which contains them already."""
+    """Whether the tokenizer adds special tokens to a text prompt. False for a text that a chat
+    template has made, because the template adds special tokens itself."""
     skip_special_tokens: bool = True
     """Whether the text of outputs leaves out special tokens."""
     n: int = 1
@@ -76,8 +76,8 @@ class GenerateRequest:
     deadline: float | None = None
     """When the client stops waiting, on the event loop's clock; None: never."""
     priority: int = 0
-    """If the scheduler's policy uses priorities, higher ones go first. In every other policy,
-    requests with priority -100 go last."""
+    """If the scheduler's policy uses priorities, requests with a higher priority go first. If the
+    policy does not, requests with priority -100 go last."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
     """Keep this many tokens at the prompt's end; -1: as many as leave room for `max_tokens`. A
@@ -88,7 +88,7 @@ class GenerateRequest:
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""
-    """Grammar rules, in Lark's syntax, for the part of an output before its structured part, such
+    """Grammar rules, in Lark's syntax, for what comes before the structured part of an output, such
     as thinking. One rule is named `before`. Empty: there is no such part."""
     thinking: "ThinkingMarkers | None" = None
     """The markers by which the tokens of thinking are counted; None: the model does not think."""
@@ -144,8 +144,8 @@ class ResumeRequest:
     request_id: str
     tenant: str
     received: Mapping[int, OutputReceived]
-    """What the client has of each output, by the output's index. The client has nothing of an
-    output that is absent."""
+    """What the client has of each output, by the output's index. An output that is absent from the
+    mapping has not reached the client at all."""
     has_prompt_scores: bool
     """Whether the client has all scores of the prompt (`PromptScores`)."""
     deadline: float | None

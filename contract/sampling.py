@@ -1,7 +1,8 @@
 """Sampling parameters, which say how tokens are drawn and when an output ends; and their limits.
 
-The Python client, the router and the worker share these classes. `quire.v1.SamplingParams`,
-`StructuredOutput` and `BeamSearch` have the same fields; the protos document each field.
+The Python client, the router and the worker share the classes of this module. `SamplingParams`,
+`StructuredOutput` and `BeamSearch` have the same fields as the messages of these names in
+`quire.v1`; the protos document each field.
 """
 
 import json
@@ -26,13 +27,14 @@ MAX_STOP_TOKEN_IDS: Final = 64
 MAX_ALLOWED_TOKEN_IDS: Final = 1024
 MAX_LOGPROBS: Final = 20
 MAX_CANDIDATES: Final = 1024
-"""A worker reports at most this many log-probabilities for one position of a beam search."""
+"""A worker reports at most this many candidates for the next token of a beam, each with its
+log-probability."""
 MIN_BEAM_WIDTH: Final = 2
 MAX_BEAM_WIDTH: Final = 10
 MAX_LENGTH_PENALTY: Final = 5
 MAX_GRAMMAR_BYTES: Final = 2**19
-"""The limit on bytes of a grammar. The router makes a grammar from a form of at most 64 KiB, and
-each byte of the form may become six characters of the grammar."""
+"""The limit on bytes of a grammar. The router makes a grammar from a JSON schema, regex or choice
+of at most 64 KiB, and each byte may become six characters of the grammar."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +49,8 @@ class StructuredOutput:
     choice: tuple[str, ...] | None = None
     """The output is one of these texts."""
     grammar: str | None = None
-    """A grammar in llguidance's dialect of Lark. The router converts the other forms to this one;
-    workers accept only this one."""
+    """A grammar in llguidance's dialect of Lark. The router converts every other form to a grammar;
+    workers accept only grammars."""
 
     @property
     def form(self) -> str:
@@ -65,7 +67,7 @@ class StructuredOutput:
         return given[0]
 
     def check_grammar(self, field: str) -> None:
-        """Check that the form is a grammar of allowed size; raises InvalidArgumentError."""
+        """Raise InvalidArgumentError unless `grammar` is set and has an allowed size."""
         if not self.grammar:
             raise InvalidArgumentError(f"{field}.grammar", "is not set")
         if (num_bytes := len(self.grammar.encode())) > MAX_GRAMMAR_BYTES:
@@ -129,8 +131,8 @@ class SamplingParams:
     ) -> None:
         """Check all fields but `structured`, `adapter` and `pooling`.
 
-        `field` is the name of the parameters in errors: if it is "sampling", an error about `top_k`
-        names "sampling.top_k".
+        `field` names the parameters in error messages: if `field` is "sampling", an error about
+        `top_k` names "sampling.top_k".
 
         Raises:
             InvalidArgumentError: A value is out of its range.
@@ -182,14 +184,14 @@ class SamplingParams:
 class EarlyStopping(StrEnum):
     """When a beam search may end before its beams reach their maximum length.
 
-    The search never ends before it has as many complete outputs as beams. `transformers` calls the
-    members False, True and "never".
+    The search never ends before it has as many complete outputs as beams. `transformers` calls
+    HEURISTIC False, WHEN_FULL True, and NEVER "never".
     """
 
     HEURISTIC = "heuristic"
     """End when the best beam, if it stopped now, would score worse than every complete output."""
     WHEN_FULL = "when_full"
-    """End as soon as there are enough complete outputs."""
+    """End as soon as there are as many complete outputs as beams."""
     NEVER = "never"
     """End when no beam can beat the worst complete output, at any length."""
 
@@ -212,7 +214,7 @@ class BeamSearch:
     early_stopping: EarlyStopping | bool | Literal["never"] = EarlyStopping.HEURISTIC
 
     def check(self, n: int) -> None:
-        """Check the parameters for `n` outputs; raises InvalidArgumentError."""
+        """Raise InvalidArgumentError unless the parameters are valid for `n` outputs."""
         check_range("beam.width", self.width, MIN_BEAM_WIDTH, MAX_BEAM_WIDTH)
         check_range("n", n, 1, self.width)
         check_range(

@@ -1,4 +1,4 @@
-"""A worker's report to a new scheduler: what the worker holds for an earlier scheduler.
+"""A worker's report to a new scheduler: what the worker still holds for an earlier scheduler.
 
 A *label* is the hash of a block's content, as the scheduler computed it.
 """
@@ -24,16 +24,17 @@ class HeldRow:
     token_ids: Int32Array
     """All tokens of the sequence, including tokens that no router has received yet."""
     num_computed_tokens: int
-    """How many of `token_ids` have their KV in the blocks; fewer than `len(token_ids)`."""
+    """How many of `token_ids` have their KV in `block_ids`; fewer than `len(token_ids)`."""
     block_ids: Int32Array
-    """The block table. Its blocks are distinct, and have room for at least the computed tokens. The
-    entry of a block whose tokens have all left the window is 0."""
+    """The block table. The blocks are distinct, and have room for at least the computed tokens. In
+    a KV group with a window, the entry of a block whose tokens have all left the window is 0."""
     has_stopped: bool
     """Whether the last token ends the sequence."""
     had_logprobs: bool
-    """Whether its request asked for log-probabilities."""
+    """Whether the sequence's request asked for log-probabilities."""
     logprobs: tuple[StepLogprob, ...] = ()
-    """The log-probabilities of its last tokens, in order; the worker drops older ones."""
+    """The log-probabilities of the sequence's last tokens, in order; the worker drops older ones.
+    """
     search: SearchState | None = None
     """If the sequence is the best beam of a search: the state of that search, parsed from `note`.
     Set only at the scheduler."""

@@ -1,12 +1,16 @@
 """One step: the scheduler's plan for a worker, and the worker's result.
 
-A *row* is the slot of a live sequence in the worker, in [0, max_num_seqs); the scheduler assigns
-the numbers. A plan contains only changes. When all known tokens of a row are computed, the row
-samples a new one. From then on the row *decodes*: every step computes the last token and samples
-the next, until the sequence stops or reaches its maximum length. Later plans name the row only to
-append a block or to release it. Arrays are int32. Two arrays that one docstring describes together,
-such as `copy_src_block_ids` and `copy_dst_block_ids`, are parallel. `contract.codec.step` turns
-plans and results into the messages of `worker.proto`.
+A *row* is the number of a running sequence in the worker's batch, in [0, max_num_seqs); the
+scheduler assigns the rows. When all known tokens of a row are computed, the row samples a new one.
+From then on the row *decodes*: every step computes the last token and samples the next, until the
+sequence stops or reaches its maximum length.
+
+A plan contains only changes. Once a row decodes, plans name the row only to append blocks to its
+block table, or to release the row. `contract.codec.step` turns plans and results into the messages
+of `worker.proto`.
+
+Arrays are int32. Two arrays that one docstring describes together, such as `copy_src_block_ids` and
+`copy_dst_block_ids`, are parallel.
 """
 
 from collections.abc import Callable
@@ -28,7 +32,8 @@ class OutputState:
     """One output of a beam search, finished or not, stored as its difference from the best beam."""
 
     num_shared_tokens: int
-    """Length of the common prefix with the best beam, in tokens, the prompt included."""
+    """How many tokens this output and the best beam have in common at their beginning, the prompt
+    included."""
     token_ids: Int32Array
     """The tokens after the shared ones. These tokens are few, because beams branch off late."""
     logprob: np.float32
@@ -37,7 +42,7 @@ class OutputState:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SearchState:
-    """The state of a beam search, without its request and without the best beam's tokens."""
+    """The state of a beam search, except the search's parameters and the best beam's tokens."""
 
     beams: tuple[OutputState, ...]
     """Best first."""
@@ -52,14 +57,14 @@ class NewSequence:
     seq_id: int
     row: int
     token_ids: Int32Array
-    """All known tokens: the prompt, then the output so far if the sequence ran before."""
+    """All known tokens: those of the prompt, then those that earlier steps have sampled, if any."""
     num_prompt_tokens: int
     num_computed_tokens: int
-    """How many of `token_ids` have valid KV in the blocks; fewer than `len(token_ids)`."""
+    """How many of `token_ids` have valid KV in `block_ids`; fewer than `len(token_ids)`."""
     block_ids: Int32Array
-    """The block table, with room for all known tokens. For every `block_size` tokens it has one
-    entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if later tokens do not
-    see the block's tokens, or if `placements` will set the entry."""
+    """The block table, with room for all known tokens. For every `block_size` tokens the table has
+    one entry per KV group, in the order of `Limits.kv_windows`. An entry is 0 if no later token
+    sees the block's tokens, or if `Plan.placements` will set the entry."""
     sampling: bytes | SamplingParams
     """At the scheduler: a serialized `quire.v1.SamplingParams`, which the scheduler does not parse.
     At the worker: the parsed parameters."""
@@ -78,11 +83,12 @@ class NewSequence:
     """The serialized `search`, which the worker keeps for a later scheduler. Set only at the
     worker."""
     adapter: int = 0
-    """The number of its LoRA adapter in `Limits.adapters`; 0: none. Set only at the worker."""
+    """The number of the sequence's LoRA adapter in `Limits.adapters`; 0: none. Set only at the
+    worker."""
 
     @property
     def params(self) -> SamplingParams:
-        """The parsed `sampling`; TypeError at the scheduler, which has only the bytes."""
+        """The parsed `sampling`; raises TypeError at the scheduler, which has only the bytes."""
         if isinstance(self.sampling, bytes):
             raise TypeError("sampling parameters are serialized; only a worker parses them")
         return self.sampling
@@ -112,7 +118,7 @@ class Plan:
     """Entries to set in block tables, as a flat list of triples: row, place, block. Used only for
     KV groups with a window: a prompt gets its blocks of such a group chunk by chunk."""
     copy_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks copied to `copy_dst_block_ids` before the step computes."""
+    """Device blocks to copy to device blocks `copy_dst_block_ids` before the step computes."""
     copy_dst_block_ids: Int32Array = field(default_factory=no_ints)
     chunk_rows: Int32Array = field(default_factory=no_ints)
     """Rows that compute known tokens; `chunk_lens` has the number of tokens of each."""
@@ -121,12 +127,12 @@ class Plan:
     """Device blocks to copy to host blocks `swap_out_dst_block_ids`, before this plan's copies."""
     swap_out_dst_block_ids: Int32Array = field(default_factory=no_ints)
     swap_in_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Host blocks to copy to device blocks `swap_in_dst_block_ids`, which are valid from the next
-    step on. Empty in a step that swaps out."""
+    """Host blocks to copy to device blocks `swap_in_dst_block_ids`. The device blocks are valid
+    from the next step on. Empty in a step that swaps out."""
     swap_in_dst_block_ids: Int32Array = field(default_factory=no_ints)
     renamed_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks that get the numbers `renamed_dst_block_ids` in every block table, also in this
-    plan's tables. Copies in this plan move the contents of these blocks."""
+    """Device blocks that get the numbers `renamed_dst_block_ids` in every block table, including
+    the tables of `new_sequences`. The plan also copies the contents to the new numbers."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to write to disk blocks `disk_store_dst_block_ids`. The worker reads these host
@@ -138,18 +144,19 @@ class Plan:
     step reports the end of each read."""
     disk_load_dst_block_ids: Int32Array = field(default_factory=no_ints)
     labelled_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks whose content before this step has the hashes `labels`."""
+    """Device blocks to label. The hashes `labels` are those of the contents before this step."""
     labels: Labels = field(default_factory=no_labels)
     pins: tuple[tuple[BlockHash, float], ...] = ()
     """Newly pinned blocks: each block's hash, and for how many seconds it stays in the prefix
     cache. Blocks of one prompt are in the prompt's order. The worker keeps the pins only to report
     them to a later scheduler."""
     trace_events: tuple[Any, ...] = ()
-    """The `Started` and `Preempted` events of traced sequences since the previous plan, in order.
-    The scheduler makes spans from these events, and does not send them."""
+    """The events of traced sequences since the previous plan, in order: `Started` and `Preempted`
+    of `scheduler_svc/core/interface/events.py`. The scheduler makes spans from these events, and
+    does not send them."""
     serialize: Callable[[], bytes] | None = None
-    """Returns the bytes of the message in which the plan arrived; a worker of several processes
-    passes them on. Set only at the worker; None: there was no message."""
+    """Returns the bytes of the message in which the plan arrived. A worker of several processes
+    sends these bytes to its other processes. Set only at the worker; None: there was no message."""
 
     @property
     def num_scheduled_tokens(self) -> int:
@@ -175,9 +182,9 @@ class PromptLogprobs:
 
     row: int
     position: int
-    """The index in the prompt of the first token of this part."""
+    """The index of the part's first token in the prompt."""
     logprobs: tuple[StepLogprob, ...]
-    """One entry for each token of this part of the prompt."""
+    """One entry for each token of the part."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -236,10 +243,10 @@ class Result:
 
     # Set only at the scheduler, which reads them from the log-probabilities of beams.
     candidate_rows: Int32Array = field(default_factory=no_ints)
-    """Rows of beams; a subset of `sampled_rows`."""
+    """Rows of beams that have candidates for their next token; a subset of `sampled_rows`."""
     candidate_counts: Int32Array = field(default_factory=no_ints)
-    """Parallel to `candidate_rows`: the number of entries of each row in `candidate_token_ids`. The
-    best entry of a row comes first."""
+    """Parallel to `candidate_rows`: how many candidates each row has in `candidate_token_ids`. The
+    likeliest candidate of a row comes first."""
     candidate_token_ids: Int32Array = field(default_factory=no_ints)
     candidate_logprobs: Float32Array = field(default_factory=no_floats)
     """Parallel to `candidate_token_ids`."""

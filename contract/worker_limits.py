@@ -1,6 +1,6 @@
-"""The sizes of a worker; plans are checked against them.
+"""The sizes of a worker, against which the worker checks each plan.
 
-Limits of requests are beside their fields, in `contract/request.py` and `contract/sampling.py`.
+The limits of a request's fields are in `contract/request.py` and `contract/sampling.py`.
 """
 
 from collections.abc import Mapping
@@ -13,23 +13,23 @@ from contract.lora import LoraAdapter
 STATE_WINDOW = 2
 """The window of a KV group of recurrent layers, in tokens. A token sees itself and the token before
 it, because a recurrent layer needs only the state after the previous token. The state after a token
-is in the block of that token's position."""
+is in the block that the token's position belongs to."""
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """Chunked attention, as in Llama 4: a token sees only earlier tokens of its own chunk."""
+    """Chunked attention, as in Llama 4: a token sees the tokens of its own chunk up to itself."""
 
     num_tokens: int
 
 
 KvWindow: TypeAlias = int | Chunk | None
-"""How many tokens a token sees, itself included. With a `Chunk`, a token sees only its own chunk;
-with None, it sees all tokens before it."""
+"""Which tokens a token sees. A number N: itself and the N - 1 tokens before it. A `Chunk`: the
+tokens of its own chunk up to itself. None: itself and all tokens before it."""
 
 
 def window_length(window: KvWindow) -> int | None:
-    """Return the greatest number of tokens that a token sees; None: all tokens before it."""
+    """Return the greatest number of tokens that a token sees; None: there is no limit."""
     return window.num_tokens if isinstance(window, Chunk) else window
 
 
@@ -37,7 +37,7 @@ _Positions = TypeVar("_Positions", int, Int64Array)
 
 
 def first_seen(window: KvWindow, positions: _Positions) -> _Positions:
-    """Return the first position that the token at each position sees."""
+    """Return, for the token at each of `positions`, the first position that this token sees."""
     if window is None:
         return positions * 0
     if isinstance(window, Chunk):
@@ -59,12 +59,13 @@ class Limits:
     """Token slots of one block."""
     vocab_size: int
     kv_windows: tuple[KvWindow, ...] = (None,)
-    """The window of each KV group, which is a set of layers. Every group has its own blocks, from
-    the same pool."""
+    """The window of each KV group. A KV group is a set of layers with its own blocks; the blocks of
+    all groups come from one pool."""
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
-    """Maps each loaded LoRA adapter to its number, by which rows name it; at least 1."""
+    """Maps each loaded LoRA adapter to its number, at least 1; `NewSequence.adapter` is such a
+    number."""
     num_saturating_tokens: int | None = None
     """How many prompt tokens in one step saturate the device's arithmetic; None:
     `max_num_batched_tokens`."""

@@ -1,4 +1,4 @@
-"""Copies fields between a message and a dataclass whose fields have the same names."""
+"""Copies fields between a protobuf message and a dataclass whose fields have the same names."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields
@@ -7,7 +7,8 @@ from typing import Any, TypeAlias
 from google.protobuf.message import Message
 
 Converters: TypeAlias = Mapping[str, Callable[[Any], Any]]
-"""Converters by field name; a field without a converter is copied unchanged."""
+"""Maps a field's name to a function that converts the value. A field without a function is copied
+unchanged."""
 
 
 def set_fields(message: Message, converters: Converters) -> dict[str, Any]:
@@ -19,7 +20,7 @@ def set_fields(message: Message, converters: Converters) -> dict[str, Any]:
 
 
 def changed_fields(value: Any, converters: Converters) -> dict[str, Any]:
-    """Return the fields that differ from their defaults, as keyword arguments for the message."""
+    """Return the non-default fields of `value`, as keyword arguments for the message."""
     changed = {}
     for field in fields(value):
         default = field.default

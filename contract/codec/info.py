@@ -71,7 +71,7 @@ _MAX_TOKENS: Final = 2**32
 
 
 def worker_info_to_proto(info: WorkerInfo) -> worker_pb2.WorkerInfo:
-    """Convert a worker's description of itself, its answer to `Attach`."""
+    """Convert a worker's description of itself, which is the worker's answer to `Attach`."""
     return worker_pb2.WorkerInfo(
         **dict(zip(_COPIED, _copied(info), strict=True)),
         **dict(zip(_LIMITS, _limits(info.limits), strict=True)),
@@ -130,7 +130,7 @@ def model_info_to_proto(model: ModelInfo) -> common_pb2.ModelInfo:
 
 
 def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInfo:
-    """Parse the description of a model; `field` is the name of the description in errors.
+    """Parse the description of a model; `field` names the description in error messages.
 
     Raises:
         InvalidArgumentError: An adapter has no name or a digest of the wrong length, or this
@@ -149,7 +149,7 @@ def model_info_from_proto(message: common_pb2.ModelInfo, field: str) -> ModelInf
 
 
 def abilities_to_proto(abilities: Abilities) -> dict[str, Any]:
-    """Return the fields of a `ModelInfo` that say what the model can do."""
+    """Convert `abilities` to keyword arguments for a `ModelInfo` message."""
     pooling = abilities.pooling
     return {
         "tasks": map(TASK_TO_PROTO.__getitem__, abilities.tasks),
@@ -159,7 +159,7 @@ def abilities_to_proto(abilities: Abilities) -> dict[str, Any]:
 
 
 def abilities_from_proto(message: common_pb2.ModelInfo) -> Abilities:
-    """Read a model's tasks; tasks that this version does not know are left out."""
+    """Parse what a model can do; tasks that this version of Quire does not know are left out."""
     tasks = tuple(_TASK_FROM_PROTO[each] for each in message.tasks if each in _TASK_FROM_PROTO)
     return Abilities(
         tasks or (Task.GENERATE,),
@@ -169,7 +169,7 @@ def abilities_from_proto(message: common_pb2.ModelInfo) -> Abilities:
 
 
 def adapters_to_proto(adapters: Iterable[LoraAdapter]) -> list[common_pb2.LoraAdapter]:
-    """Make the descriptions of adapters, sorted by name."""
+    """Convert adapters, in the order of their names."""
     return [adapter_to_proto(each) for each in sorted(adapters, key=lambda each: each.name)]
 
 
@@ -180,7 +180,7 @@ def adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
 
 
 def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdapter:
-    """Parse a worker's description of an adapter; `field` is the description's name in errors.
+    """Parse a worker's description of an adapter; `field` names the description in error messages.
 
     Raises:
         InvalidArgumentError: The name is empty, or the digest has the wrong length.
@@ -195,12 +195,12 @@ def adapter_from_worker(message: common_pb2.LoraAdapter, field: str) -> LoraAdap
 
 
 def memory_level_to_proto(level: MemoryLevel | None) -> common_pb2.MemoryLevel:
-    """Return the enum value of a level; None: the worker does not watch its memory."""
+    """Convert a level; a worker that does not watch its memory has the level None."""
     return common_pb2.MEMORY_LEVEL_UNSPECIFIED if level is None else _LEVEL_TO_PROTO[level]
 
 
 def memory_level_from_proto(number: common_pb2.MemoryLevel) -> MemoryLevel:
-    """Return the level of an enum value; an unset or unknown value means `OK`."""
+    """Convert an enum value; an unset or unknown value becomes `OK`."""
     return _LEVEL_FROM_PROTO.get(number, MemoryLevel.OK)
 
 

@@ -1,6 +1,6 @@
 """Checks of messages from other processes.
 
-Each raises InvalidArgumentError, which names the field, the value and the limit.
+A check that fails raises InvalidArgumentError, which names the field, the value and the limit.
 """
 
 from collections.abc import Sized

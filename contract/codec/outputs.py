@@ -26,12 +26,12 @@ _FINISH_REASON_FROM_PROTO: Final = {proto: r for r, proto in FINISH_REASON_TO_PR
 
 
 def finish_reason_from_proto(reason: int) -> FinishReason:
-    """Convert a reason; one that this version does not know becomes ERROR, never success."""
+    """Convert a finish reason; a number that this version of Quire does not know becomes ERROR."""
     return _FINISH_REASON_FROM_PROTO.get(reason, FinishReason.ERROR)  # type: ignore[call-overload,no-any-return]
 
 
 def event_from_proto(response: inference_pb2.GenerateResponse) -> Event:
-    """Convert an event; raises ValueError for a kind that this version does not know."""
+    """Convert an event; raises ValueError for a kind of event that this version does not know."""
     match response.WhichOneof("event"):
         case "delta":
             delta = response.delta
@@ -154,7 +154,7 @@ def logprob_from_proto(message: common_pb2.TokenLogprob) -> TokenLogprob:
     """Convert a log-probability.
 
     Raises:
-        InvalidArgumentError: The numbers of top tokens and of their log-probabilities differ.
+        InvalidArgumentError: `top_token_ids` and `top_logprobs` differ in length.
     """
     if len(message.top_token_ids) != len(message.top_logprobs):
         raise InvalidArgumentError(

@@ -1,7 +1,7 @@
 """Converts clients' requests to protobuf and back.
 
-Deadline, priority and tenant travel in the call's metadata, not in the message. No message has
-`GenerateRequest.add_special_tokens`, which only the router uses.
+Deadline, priority and tenant travel in the metadata of the gRPC call, not in the message. The
+message also lacks the fields that only the router uses, such as `add_special_tokens`.
 """
 
 from contract.codec.fields import Converters, changed_fields, set_fields
@@ -64,10 +64,10 @@ def generate_request_to_proto(request: GenerateRequest) -> inference_pb2.Generat
 
 
 def embed_requests_from_proto(message: inference_pb2.EmbedRequest) -> list[GenerateRequest]:
-    """Make one request for each input, with the default `sampling`.
+    """Make one request for each of the message's inputs, with the default `sampling`.
 
     Raises:
-        InvalidArgumentError: An input is not set.
+        InvalidArgumentError: An input has neither text nor token ids.
     """
     truncate = message.truncate_prompt_tokens
     requests = []
@@ -88,7 +88,7 @@ def embed_requests_from_proto(message: inference_pb2.EmbedRequest) -> list[Gener
 
 
 def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | None:
-    """Convert the kind of embedding that an `EmbedRequest` asks for; None: the model's default."""
+    """Convert an `EmbedRequest`'s kind of pooling; return None for the model's default kind."""
     if number == common_pb2.POOLING_KIND_UNSPECIFIED:
         return None
     kind = pooling_kind_from_proto(number, "pooling")
@@ -98,7 +98,7 @@ def embedding_kind_from_proto(number: common_pb2.PoolingKind) -> PoolingKind | N
 
 
 def stop_options_to_bytes(request: GenerateRequest) -> bytes:
-    """Serialize the options that a router needs, besides `Submit`, to resume the request."""
+    """Serialize the `StopOptions`, which a router needs besides `Submit` to resume the request."""
     thinking = request.thinking
     return scheduler_pb2.StopOptions(
         stop=request.stop,

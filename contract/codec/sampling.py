@@ -26,7 +26,7 @@ _POOLING_KIND_FROM_PROTO = {proto: kind for kind, proto in POOLING_KIND_TO_PROTO
 
 
 def sampling_from_proto(message: common_pb2.SamplingParams) -> SamplingParams:
-    """Convert without checking ranges, which `SamplingParams.check` does.
+    """Convert parameters without checking ranges; `SamplingParams.check` checks the ranges.
 
     Raises:
         InvalidArgumentError: `structured` is set without a valid form, or this version does not
@@ -41,7 +41,7 @@ def sampling_to_proto(sampling: SamplingParams) -> common_pb2.SamplingParams:
 
 
 def structured_from_proto(message: common_pb2.StructuredOutput) -> StructuredOutput:
-    """Convert the form of an output; raises InvalidArgumentError if no form is set."""
+    """Convert the form of an output; raises InvalidArgumentError if the message sets no form."""
     match name := message.WhichOneof("form"):
         case None:
             raise InvalidArgumentError(
@@ -73,7 +73,7 @@ def adapter_from_proto(message: common_pb2.LoraAdapter) -> LoraAdapter:
 
 
 def _wanted_adapter_to_proto(adapter: LoraAdapter) -> common_pb2.LoraAdapter:
-    """Convert an adapter without its directory, which is not part of a request."""
+    """Convert name and digest of an adapter; requests do not have the directory."""
     return common_pb2.LoraAdapter(name=adapter.name, digest=adapter.digest)
 
 
@@ -104,10 +104,10 @@ def pooling_to_proto(pooling: Pooling) -> common_pb2.Pooling:
 
 
 def beam_from_proto(message: common_pb2.BeamSearch) -> BeamSearch:
-    """Convert without checking ranges, which `BeamSearch.check` does.
+    """Convert parameters without checking ranges; `BeamSearch.check` checks the ranges.
 
     Raises:
-        InvalidArgumentError: `early_stopping` is unknown.
+        InvalidArgumentError: This version does not know the value of `early_stopping`.
     """
     if message.early_stopping not in _EARLY_STOPPING_FROM_PROTO:
         raise InvalidArgumentError(

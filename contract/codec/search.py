@@ -14,7 +14,7 @@ from quire.v1 import worker_pb2
 
 
 def search_to_note(state: SearchState) -> bytes:
-    """Serialize the state of a search, for a worker to keep for a later scheduler."""
+    """Serialize the state of a search; the worker keeps the bytes for a later scheduler."""
     note = worker_pb2.SearchNote(
         beams=map(_output_to_proto, state.beams),
         hypotheses=map(_output_to_proto, state.hypotheses),
@@ -23,7 +23,7 @@ def search_to_note(state: SearchState) -> bytes:
 
 
 def search_from_note(note: bytes) -> SearchState | None:
-    """Parse a note that a worker has kept; None if the note is empty, which means no beam search.
+    """Parse a note that a worker has kept; return None for an empty note: there is no beam search.
 
     Raises:
         InvalidArgumentError: The note is malformed.
@@ -43,7 +43,7 @@ def search_from_note(note: bytes) -> SearchState | None:
 def check_search(
     state: SearchState, num_row_tokens: int, max_model_len: int, vocab_size: int
 ) -> None:
-    """Check the search of a row with `num_row_tokens` tokens against the limits.
+    """Check the state of a beam search; the row of its best beam has `num_row_tokens` tokens.
 
     Raises:
         InvalidArgumentError: The search has too many outputs or tokens, or an unknown token id.

@@ -63,7 +63,7 @@ def holdings_to_parts(holdings: Holdings) -> Iterator[worker_pb2.ReadHoldingsRes
 
 
 def holdings_from_proto(parts: Iterable[worker_pb2.ReadHoldingsResponse]) -> Holdings:
-    """Make holdings from the parts in which they were sent, in the order of arrival.
+    """Join the messages in which a worker sent its holdings; `parts` are in the order of arrival.
 
     Raises:
         InvalidArgumentError: An array is malformed, or parallel arrays differ in length.

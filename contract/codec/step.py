@@ -55,7 +55,7 @@ _MOVES: Final = {
     "disk_load_src_block_ids": ("num_disk_blocks", False),
     "disk_load_dst_block_ids": ("num_host_blocks", True),
 }
-"""As `_BATCH_ARRAYS`, for the batch's `kv_commands`."""
+"""As `_BATCH_ARRAYS`, but for the arrays in the batch's `kv_commands`."""
 _PARALLEL: Final = {
     "chunk_lens": "chunk_rows",
     "renamed_dst_block_ids": "renamed_src_block_ids",
@@ -174,13 +174,14 @@ def result_to_proto(result: Result, epoch: int) -> worker_pb2.StepResult:
 def result_from_proto(
     message: worker_pb2.StepResult, step_id_base: int, max_num_seqs: int
 ) -> Result:
-    """Parse a result without its vectors and log-probabilities.
+    """Parse a result, except the vectors and log-probabilities.
 
     `step_id_base` is the number that `plan_to_proto` added to the plan's step id. The scheduler's
     `ResultChecker` checks later that the result has the rows and blocks that the plan asks for.
 
     Raises:
-        InvalidArgumentError: Arrays that must be parallel are not, or a row is out of range.
+        InvalidArgumentError: A field is malformed or out of range, or `sampled_rows` and
+            `sampled_token_ids` differ in length.
     """
     arrays: dict[str, Any] = {
         name: unpack_int32(packed, name)
@@ -206,10 +207,10 @@ def token_logprob_to_proto(logprob: StepLogprob) -> common_pb2.TokenLogprob:
 
 
 def token_logprob_from_proto(message: common_pb2.TokenLogprob, field: str) -> StepLogprob:
-    """Parse the log-probabilities at one token; `field` is their name in errors.
+    """Parse the log-probabilities at one position; `field` names them in error messages.
 
     Raises:
-        InvalidArgumentError: The numbers of top tokens and of their log-probabilities differ.
+        InvalidArgumentError: `top_token_ids` and `top_logprobs` differ in length.
     """
     check_parallel(
         f"{field}.top_logprobs", message.top_logprobs, "top_token_ids", message.top_token_ids

@@ -1,7 +1,8 @@
 """Epochs, which number schedulers. A worker obeys only the scheduler of the newest epoch.
 
-A scheduler's epoch is the time of its start, in nanoseconds since 1970. If its workers have seen a
-newer epoch, the scheduler's epoch is slightly above that one.
+A scheduler's epoch is the time of its start, in nanoseconds since 1970. If a worker has already
+seen a greater epoch, for example because clocks differ, the scheduler's epoch is slightly above the
+greatest epoch that a worker has seen.
 """
 
 import secrets
@@ -11,11 +12,12 @@ from typing import Final
 from contract.errors import InvalidArgumentError
 
 MAX_LEAD_NS: Final = 366 * 24 * 3600 * 10**9
-"""How far an epoch may be ahead of a worker's clock. The limit is generous to inaccurate clocks.
-Without a limit, a bug or an attacker could make a worker obey the greatest possible epoch, and the
-worker would refuse every later scheduler."""
+"""How far an epoch may be ahead of a worker's clock. The limit leaves room for clocks that are
+wrong. Without a limit, a bug or an attacker could make a worker obey the greatest possible epoch,
+and the worker would refuse every later scheduler."""
 _SPREAD_NS: Final = 2**16
-"""Schedulers that start at the same time draw from this many epochs, to get different ones."""
+"""A new scheduler adds a random number below `_SPREAD_NS` to its epoch. So schedulers that start at
+the same time get different epochs, with high probability."""
 
 
 def clock_epoch() -> int:

@@ -8,19 +8,18 @@ nothing either: gRPC answers pings while any thread of a process runs, even if t
 BEAT_S = 0.25
 """Longest time between two messages of a healthy peer."""
 TICK_S = 0.1
-"""How often a listener checks whether its peer is silent."""
+"""How often a process checks whether a peer is silent."""
 SILENT_AFTER_S = 1.0
 """A peer that is silent for this long counts as hanging."""
 LOST_AFTER_S = 5.0
-"""A peer that is silent for this long counts as lost, unless a setting has another limit. The
-peer's requests then continue elsewhere."""
+"""A peer that is silent for this long counts as lost, unless a setting has another limit."""
 
 
 class Heartbeat:
-    """Measures how long one peer has been silent, in ticks of the listener, not in clock time.
+    """Measures how long one peer has been silent, in ticks of this process, not in clock time.
 
-    While the listener itself is stopped, it makes no ticks, and messages from the peer stay unread.
-    This time does not count as silence.
+    While this process is stopped, it makes no ticks, and messages from the peer stay unread. This
+    time does not count as silence.
     """
 
     def __init__(self, lost_after_s: float | None = None) -> None:
@@ -33,7 +32,7 @@ class Heartbeat:
         self._num_ticks = 0
 
     def on_tick(self) -> None:
-        """Count a tick: another `TICK_S` seconds have passed at the listener."""
+        """Count a tick: another `TICK_S` seconds have passed in this process."""
         self._num_ticks += 1
 
     @property
