@@ -29,7 +29,7 @@ def download_from_bucket(
     *,
     with_weights: bool,
 ) -> Path:
-    """Return the local copy of a directory or GGUF file; unchanged files are not downloaded again.
+    """Download what has changed of a directory or GGUF file; return the path of the local copy.
 
     Raises:
         ModelError: The URL cannot be read, or the package for its scheme is missing.
@@ -75,7 +75,7 @@ class _RemoteFile:
     neither."""
 
     def is_at(self, target: Path) -> bool:
-        """Whether `target` is a complete copy of this version."""
+        """Whether `target` is a complete copy of this `version` of the file."""
         if not target.exists() or target.stat().st_size != self.size:
             return False
         noted = _version_file(target)
@@ -114,7 +114,7 @@ def _remote_files(system: Any, root: str, *, with_weights: bool) -> Sequence[_Re
 
 
 def _copy(system: Any, file: _RemoteFile, target: Path) -> Iterator[int]:
-    """Copy a file under a temporary name, then rename it; yield the bytes copied so far."""
+    """Copy a file under a temporary name, then rename it; yield the number of copied bytes."""
     num_bytes = 0
     # The name is unique, because several processes may download the model at once.
     partial = target.with_name(f"{target.name}.{uuid.uuid4().hex}.partial")

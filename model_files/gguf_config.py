@@ -28,7 +28,8 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
     """Return the fields of config.json.
 
     Raises:
-        ModelError: The architecture is not supported, or a field is missing.
+        ModelError: The architecture or the value of a field is not supported, or a field is
+            missing.
     """
     fields = _Fields(header)
     if fields.architecture not in _ARCHITECTURES:
@@ -124,7 +125,7 @@ def end_tokens(header: GgufHeader) -> list[int]:
 
 
 class _Fields:
-    """The model's metadata; names omit the architecture: "llama.block_count" is "block_count"."""
+    """The model's metadata; names omit the architecture: "block_count" for "llama.block_count"."""
 
     def __init__(self, header: GgufHeader) -> None:
         self._header = header
@@ -152,7 +153,7 @@ class _Fields:
         return ModelError(f"{self._header.path}: {self.architecture}.{name} {problem}")
 
     def rope_factors(self, name: str) -> list[float] | None:
-        """Return the divisors of the rotary frequencies; None: the file has no such tensor."""
+        """Return the divisors of the rotary frequencies in tensor `name`; None if it is absent."""
         tensor = self._header.tensors.get(f"{name}.weight")
         if tensor is None:
             return None

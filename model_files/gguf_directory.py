@@ -1,7 +1,7 @@
 """Makes a Hugging Face directory for a GGUF file, so that every process can read the model.
 
-The directory has JSON files made from the metadata, and a link to the GGUF file, from which the
-worker reads the tensors.
+The directory has JSON files, made from the GGUF file's metadata, and a link to the GGUF file. The
+worker reads the tensors through the link.
 """
 
 import hashlib
@@ -18,7 +18,8 @@ from model_files.gguf_header import GgufHeader, read_header
 from model_files.gguf_tokenizer import to_tokenizer, to_tokenizer_config
 
 _FORM: Final = "1"
-"""Version of the files that this module makes; it changes whenever the files' form changes."""
+"""Version of the files that this module makes; raised by hand when their form changes. The
+directory's name depends on the version, so directories of an older form are not used."""
 _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 

@@ -30,7 +30,7 @@ class TensorType:
 
     name: str
     block_size: int
-    """How many numbers a block has; 1: the type is not quantized."""
+    """How many numbers of a tensor form a quantization block; 1: the type is not quantized."""
     block_bytes: int
 
     @property
@@ -51,7 +51,7 @@ TENSOR_TYPES: Final = {
     14: TensorType("Q6_K", 256, 210),
     30: TensorType("BF16", 1, 2),
 }
-"""The supported types, by their numbers in the file."""
+"""The supported types, by the numbers that a file uses for them."""
 
 
 @dataclass(frozen=True, slots=True)

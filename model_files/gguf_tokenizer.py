@@ -43,12 +43,13 @@ _PRE_TOKENIZERS: Final = {
     **dict.fromkeys(("smollm", "starcoder", "refact", "command-r"), r"\p{N}"),
     "tekken": _TEKKEN,
 }
-"""Maps `tokenizer.ggml.pre` to the pattern that splits a text into words. If there is no pattern,
-or the pattern only separates digits, GPT-2's pattern is applied next."""
+"""Maps each supported value of the field `tokenizer.ggml.pre` to the pattern that splits a text
+into words. If the pattern is None, GPT-2's pattern splits the text. If the pattern only separates
+digits, GPT-2's pattern splits the rest."""
 _WITH_GPT2: Final = (None, r"\p{N}")
 _IGNORING_MERGES: Final = (_LLAMA3, _TEKKEN)
-"""With these patterns, a word that is in the vocabulary becomes one token, without merges. Texts
-begin with bos unless the file says otherwise."""
+"""With these patterns, a word that is in the vocabulary becomes one token, without merges, and
+texts begin with bos unless the file says otherwise."""
 
 
 class _TokenKind(IntEnum):

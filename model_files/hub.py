@@ -17,7 +17,8 @@ _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
 _PICKLES: Final = "pytorch_model*.bin"
 POOLING: Final = "1_Pooling/config.json"
-"""Describes the pooling of a sentence-transformers model, which also has a `modules.json`."""
+"""The file that describes the pooling of a sentence-transformers model; such a model also has a
+`modules.json`."""
 _IN_FOLDERS: Final = "*/*"
 """A pattern of the files to skip: files in folders are other formats or training states."""
 
@@ -32,13 +33,16 @@ class HubName:
     revision: str | None
     """A branch, tag or commit; None: the main branch."""
     gguf: str | None = None
-    """A pattern of the GGUF files to download; None: download the model's other files."""
+    """A pattern of the GGUF files to download; None: download config.json, the weights and the
+    tokenizer."""
 
 
 def download_from_hub(
     name: HubName, report: Callable[[str, float | None], None], *, with_weights: bool
 ) -> Path:
-    """Return the directory of the model's files in the cache; `report` gets status and progress.
+    """Download what the cache lacks of a model; return the model's directory in the cache.
+
+    `report` gets the status and the progress.
 
     Raises:
         ModelError: The hub has no such model; or the cache lacks the model, and the hub cannot be
@@ -68,7 +72,7 @@ def download_from_hub(
 def _with_old_tokenizer(
     name: HubName, report: Callable[[str, float | None], None], directory: Path
 ) -> Path:
-    """Download the tokenizer in an older form if there is no `TOKENIZER`."""
+    """Download the files of `OTHER_TOKENIZERS` if there is no `TOKENIZER`; return `directory`."""
     if not (directory / TOKENIZER).exists():
         _download(name, report, *OTHER_TOKENIZERS)
     return directory

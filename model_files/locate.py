@@ -32,9 +32,12 @@ class ModelPlace(Enum):
 
 
 def place_of(model: str) -> ModelPlace:
-    """Return where a model's files are, by the name; raises ModelError if the name fits no place.
+    """Return whether `model` names a directory, a GGUF file, a model on the hub or a URL.
 
     An existing directory or file takes precedence over a name on the hub.
+
+    Raises:
+        ModelError: `model` is no such directory or file, no URL, and no possible name on the hub.
     """
     path = Path(model)
     if path.is_dir():
@@ -54,7 +57,7 @@ def place_of(model: str) -> ModelPlace:
 
 
 def name_of(model: str) -> str:
-    """Return the model's default name in requests: its directory's, file's or hub entry's name."""
+    """Return the model's default name in requests: its directory's, file's or repository's."""
     try:
         place = place_of(model)
     except ModelError:  # reading the model will fail with a clear error
@@ -81,13 +84,13 @@ def find_model(
     Args:
         model: A directory; a GGUF file; ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf on the
             hub; or a URL such as s3://BUCKET/DIRECTORY.
-        cache_dir: Directory for files downloaded from URLs, or made from GGUF files or older
-            tokenizers. Files from the hub have a separate cache.
+        cache_dir: Directory for files that are downloaded from URLs, or made from a GGUF file or
+            from a tokenizer without tokenizer.json. Files from the hub have a separate cache.
         report: Called with the progress of a download.
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
             GGUF file is always downloaded whole.
-        with_tokenizer: Whether the caller reads the tokenizer. If not, a tokenizer in an older form
-            is not converted.
+        with_tokenizer: Whether the caller reads the tokenizer. If not, a tokenizer without
+            tokenizer.json is not converted.
 
     Raises:
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.

@@ -20,7 +20,7 @@ from model_files.errors import ModelError
 TOKENIZER: Final = "tokenizer.json"
 _PROTOBUFS: Final = ("tokenizer.model", "spiece.model", "sentencepiece.bpe.model")
 _TEKKEN: Final = "tekken.json"
-"""Mistral's own form of a tokenizer; newer checkpoints may have no other form."""
+"""Mistral's own form of a tokenizer; Mistral's newer models may have no other form."""
 OTHER_TOKENIZERS: Final = (
     *_PROTOBUFS,
     "tiktoken.model",
@@ -33,9 +33,11 @@ OTHER_TOKENIZERS: Final = (
 _SPECIAL: Final = "special_tokens_map.json"
 _READ_TOO: Final = (*("config.json", "tokenizer_config.json", _SPECIAL, "added_tokens.json"),)
 _SPECIAL_OF_TEKKEN: Final = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>"}
-"""Maps the names that chat templates use to the tokens, which are the same in every `_TEKKEN`."""
+"""Maps each special token's name in chat templates to the token. Every `_TEKKEN` has these tokens.
+"""
 _FORM: Final = "1"
-"""Version of the files that this module makes; it changes whenever the files' form changes."""
+"""Version of the files that this module makes; raised by hand when their form changes. The
+directory's name depends on the version, so directories of an older form are not used."""
 _PROGRAM: Final = """
 import sys
 from transformers import AutoTokenizer
@@ -57,7 +59,7 @@ def has_tokenizer(directory: Path) -> bool:
 
 
 def has_old_tokenizer(directory: Path) -> bool:
-    """Whether a model's directory has a tokenizer only in an older form."""
+    """Whether a model's directory has a file of `OTHER_TOKENIZERS`, but no `TOKENIZER`."""
     return not (directory / TOKENIZER).is_file() and bool(_old_files(directory))
 
 
@@ -143,7 +145,7 @@ def _convert(directory: Path, sources: list[Path], target: Path, cache_dir: Path
 
 
 def _package_of(path: Path) -> str | None:
-    """Return the package that `transformers` needs for a file; None: it needs no package."""
+    """Return the package that `transformers` needs to read a file; None: it needs no package."""
     if path.suffix != ".model":
         return None
     with path.open("rb") as file:

@@ -10,7 +10,10 @@ __all__ = ["LLM", "BeamSearch", "Generation", "SamplingParams", "StructuredOutpu
 
 
 def __getattr__(name: str) -> object:
-    """Import names of `__all__` at their first use: `quire.v1` and `quire down` need none."""
+    """Import the names in `__all__` at their first use.
+
+    `import quire.v1` and `quire down` also run this module, but need none of these names.
+    """
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")
     from quire import llm  # noqa: PLC0415 - see above

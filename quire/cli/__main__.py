@@ -43,7 +43,8 @@ GROUPS: Final = {
         "batch": "answer a file of requests",
     },
 }
-"""Maps each folder of `quire/cli/commands` to its commands, each with a line that describes it."""
+"""Maps each folder of `quire/cli/commands` to the folder's commands, and each command to its line
+in the help."""
 
 COMMANDS: Final = {
     name: f"quire.cli.commands.{group}.{name}" for group, names in GROUPS.items() for name in names

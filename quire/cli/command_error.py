@@ -2,4 +2,4 @@
 
 
 class CommandError(Exception):
-    """Ends a subcommand; the message is printed after the program's name."""
+    """An error that ends a subcommand; the user sees its message after the program's name."""

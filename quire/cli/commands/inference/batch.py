@@ -59,7 +59,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def read_lines(path: Path) -> Iterator[Line]:
-    """Read and check all lines; raises CommandError that names the first invalid line."""
+    """Yield the lines of a file of requests; raises CommandError that names an invalid line."""
     seen: set[str] = set()
     try:
         with path.open(encoding="utf-8") as file:
@@ -96,7 +96,7 @@ def _parse(place: str, text: str) -> Line:
 
 
 def answered(path: Path) -> set[str]:
-    """Return the ids that earlier runs answered; remove failed answers from the output file."""
+    """Remove failed answers from an output file; return the `custom_id`s of the other answers."""
     if not path.exists():
         return set()
     done: dict[str, bytes] = {}
@@ -177,7 +177,11 @@ async def _session(
 
 
 async def _answer(session: aiohttp.ClientSession, line: Line, output: TextIO) -> bool:
-    """Send a request until it is answered; write the answer, and return whether it is OK."""
+    """Send a request until it is answered; write the answer to `output`.
+
+    If the service is unreachable for `_PATIENCE_S`, write an error instead of an answer. Return
+    whether the answer has the status OK.
+    """
     response, error = None, None
     wait_s, lost_at = 0.5, None
     # With a key, a stored response is not computed again after the connection has broken.
