@@ -81,7 +81,7 @@ def extend_chain(
 
     Args:
         chain: Hashes of the first `len(chain)` blocks; extended in place.
-        root: The salt's root hash, the parent of block 0.
+        root: The root hash of the salt, which is the parent hash of block 0.
         token_ids: int32[N], the sequence's tokens from the first one.
         block_size: Tokens of one block.
     """

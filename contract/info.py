@@ -27,7 +27,8 @@ class Role(StrEnum):
 
     BOTH = "both"
     PREFILL = "prefill"
-    """Computes prompts. A request moves to another worker once its prompt is computed."""
+    """Computes prompts. When a request's prompt is computed, the request moves to another worker.
+    """
     DECODE = "decode"
     """Decodes requests whose prompts other workers have computed."""
 

@@ -215,8 +215,8 @@ class Result:
     """Device blocks whose swap-in brought corrupt content; a subset of the plan's
     `swap_in_dst_block_ids`."""
     stored_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks that have been written since the last result. The write began with this step or
-    an earlier step."""
+    """Disk blocks that have been written since the previous result. The write began with this step
+    or an earlier step."""
     failed_disk_block_ids: Int32Array = field(default_factory=no_ints)
     """Disk blocks that could not be written. The content of these blocks is invalid."""
     loaded_host_block_ids: Int32Array = field(default_factory=no_ints)

@@ -16,8 +16,8 @@ _ARCHITECTURES: Final = {
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _WITH_HIDDEN_SIZE_SCALE: Final = {"gemma2": 46, "gemma3": 62}
-"""The number of layers of the models of 27B. In these, attention's scores are scaled by the hidden
-size per head, and in all other Gemmas by the head dim. The files do not say so."""
+"""The number of layers of each model of 27B parameters. A model of 27B scales attention's scores by
+the hidden size per head, all other Gemmas by the head dim. GGUF files do not have this scale."""
 _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 QUANT_METHOD: Final = "gguf"
@@ -93,7 +93,7 @@ def to_config(header: GgufHeader) -> dict[str, Any]:
 
 
 def _gemma(fields: "_Fields", hidden_size_per_head: int, head_dim: int) -> dict[str, Any]:
-    """Return the fields that only Gemma 2 and 3 have; those that the file lacks have defaults."""
+    """Return the fields of config.json that only Gemma 2 and 3 have."""
     is_27b = fields["block_count"] == _WITH_HIDDEN_SIZE_SCALE[fields.architecture]
     config: dict[str, Any] = {
         "query_pre_attn_scalar": hidden_size_per_head if is_27b else head_dim,
@@ -171,7 +171,7 @@ def _embedding_rows(header: GgufHeader) -> int:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the number format to compute in: the matrices' own, or bfloat16 if quantized."""
+    """Return the number format to compute in: the matrices', or bfloat16 if they are quantized."""
     types = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F32"}:
         return "float32"

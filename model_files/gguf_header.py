@@ -56,11 +56,11 @@ TENSOR_TYPES: Final = {
 
 @dataclass(frozen=True, slots=True)
 class GgufTensor:
-    """The place of a tensor in its file."""
+    """The type, shape and position of a tensor in a file."""
 
     type: TensorType
     shape: tuple[int, ...]
-    """The sizes of the dimensions; the outermost one comes first, as in torch."""
+    """The sizes of the dimensions; the outermost dimension comes first, as in torch."""
     start: int
     """The offset of the tensor's bytes from the beginning of the file."""
 

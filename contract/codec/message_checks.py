@@ -84,7 +84,7 @@ def unpack_labels(packed: bytes, field: str, other: str, count: int) -> Labels:
 
 
 def check_top_tokens(logprob: common_pb2.TokenLogprob, field: str, vocab_size: int) -> None:
-    """Check that the top tokens are in the vocabulary, and that each has a log-probability."""
+    """Check that all `top_token_ids` are in the vocabulary and have `top_logprobs`."""
     token_ids = logprob.top_token_ids
     if len(token_ids) != len(logprob.top_logprobs):
         raise InvalidArgumentError(

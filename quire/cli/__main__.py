@@ -1,4 +1,4 @@
-"""The `quire` command: finds and runs a subcommand, and prints its error in one line."""
+"""The `quire` command: finds and runs a subcommand, and prints any error in one line."""
 
 import importlib
 import sys
