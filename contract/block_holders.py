@@ -54,7 +54,8 @@ class BlockHolders(Generic[HolderT]):
         """Remove `holder` from all its blocks, in parts.
 
         For each part, yield the blocks of the part that now have no holder. Between two parts, the
-        caller should let other tasks run. Until the last part, no task may call `add` or `remove`.
+        caller should let other tasks run. Until the last part, no other task may call `add` or
+        `remove`.
         """
         num_seen, held = 0, list[BlockHash]()
         for table in self._tables:

@@ -64,8 +64,7 @@ class Limits:
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
-    """Maps each loaded LoRA adapter to its number, at least 1; `NewSequence.adapter` is such a
-    number."""
+    """Maps each loaded LoRA adapter to its number, at least 1, as in `NewSequence.adapter`."""
     num_saturating_tokens: int | None = None
     """How many prompt tokens in one step saturate the device's arithmetic; None:
     `max_num_batched_tokens`."""
