@@ -1,4 +1,7 @@
-"""The sequences to which a launch of attention attends."""
+"""The sequences to which a launch of attention attends.
+
+Symbols: `S` sequences, `M` max blocks per sequence.
+"""
 
 from dataclasses import dataclass, field
 from typing import Final
@@ -13,15 +16,15 @@ MAX_SHARED: Final = 8
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedPrefixes:
-    """Groups of sequences that begin with the same blocks.
+    """Groups of a step's sequences; the sequences of a group begin with the same blocks.
 
-    Decode attention reads these blocks once for the whole group. `gpu_worker.step.shared_prefixes`
-    finds the groups.
+    Decode attention reads these blocks once for all sequences of the group.
+    `gpu_worker.step.shared_prefixes` finds the groups.
     """
 
     seqs: torch.Tensor
-    """int32[S]: the sequences of the first group, then those of the second, and so on; the elements
-    after the last group are not read."""
+    """int32[S]: the indices of the sequences of the first group, then of the second, and so on; the
+    elements after the last group are not read."""
     starts: torch.Tensor
     """int32[MAX_SHARED + 1]: where each group's sequences start in `seqs`."""
     lens: torch.Tensor
@@ -34,14 +37,15 @@ class SharedPrefixes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Sequences:
-    """The sequences of a step, made and checked once for all layers."""
+    """The sequences of a step; all layers use the same object, whose tensors are checked once."""
 
     block_tables: torch.Tensor
     """int32[S, M]: the blocks of each sequence."""
     seq_lens: torch.Tensor
     """int32[S]: the length of each sequence."""
     query_start_loc: torch.Tensor | None = None
-    """int32[S + 1]: where each sequence's query tokens start; None: each has one query token."""
+    """int32[S + 1]: where each sequence's query tokens start; None: each sequence has one query
+    token."""
     max_query_len: int = 1
     shared: SharedPrefixes | None = None
     """The prefixes that sequences share; None: each sequence attends to all its blocks alone."""
@@ -51,7 +55,7 @@ class Sequences:
     """
 
     def room(self, *shape: int) -> torch.Tensor:
-        """Return float32 scratch memory of this shape, the same for all calls with this shape."""
+        """Return float32 scratch memory, the same for all calls with this `shape`."""
         if shape not in self.scratch:
             device = self.seq_lens.device
             self.scratch[shape] = torch.empty(shape, dtype=torch.float32, device=device)

@@ -1,6 +1,6 @@
-"""Draws from logits without top-k, top-p or min-p: the twin of `draw` in `kernels.cpu.ops`.
+"""Draws tokens from logits without top-k, top-p or min-p, in plain torch.
 
-Symbols: `S` sequences, `N` sequences that draw, `V` vocabulary.
+Symbols: `S` sequences, `N` sequences for which a token is drawn, `V` vocabulary.
 """
 
 import torch

@@ -7,11 +7,11 @@ import torch
 
 
 def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return the index of each row's first maximum, and whether the row is finite.
+    """Return the index of each row's first maximum, and whether all logits of the row are finite.
 
     `logits` is [S, V].
 
-    The results are int64[S] and bool[S]. For a row that is not finite, the token is an arbitrary
-    valid id.
+    The results are int64[S] and bool[S]. For a row with a logit that is not finite, the index is an
+    arbitrary valid token id.
     """
     return logits.argmax(1), logits.isfinite().all(1)

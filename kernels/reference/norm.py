@@ -9,9 +9,9 @@ import torch
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     """Return `weight * x / sqrt(mean(x^2) + eps)` over the last dimension, in the shape of `x`.
 
-    `x` is [..., N], and `weight` is [N]. To normalise each head, give `x` as [T, heads, head dim].
-    The mean and the quotient are fp32. The quotient is rounded to `weight.dtype`, which is that of
-    `x` or fp32, before the product with `weight`; the product is rounded to `x.dtype`.
+    `x` is [..., N]. `weight` is [N], of the dtype of `x` or fp32. To normalise each head, give `x`
+    as [T, heads, head dim]. The mean and the quotient, x / sqrt(...), are fp32. The quotient is
+    rounded to `weight.dtype` and multiplied by `weight`. The product is rounded to `x.dtype`.
     """
     wide = x.float()
     variance = wide.pow(2).mean(-1, keepdim=True)

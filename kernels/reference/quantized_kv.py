@@ -36,5 +36,5 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round float32 numbers of at least 0 up to values that bfloat16 can hold, as float32."""
+    """Round float32 `scales`, at least 0, up to numbers that bfloat16 can hold, as float32."""
     return (scales.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)

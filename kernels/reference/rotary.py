@@ -13,8 +13,8 @@ def rotary(
 
     The halves x1, x2 of a head's first R dims become
     `(x1 * cos - x2 * sin, x2 * cos + x1 * sin)`; the other dims are copied. `cos_sin` is
-    fp32 [max_pos, R], cos in the first half of a row and sin in the second; both are rounded to
-    the dtype of `query` before use. `positions` is int64[T]. The inputs are not changed.
+    fp32 [max_pos, R], cos in the first half of a row and sin in the second. cos and sin are
+    rounded to the dtype of `query` before use. `positions` is int64[T]. The inputs are not changed.
     """
     rows = cos_sin.index_select(0, positions).to(query.dtype).unsqueeze(1)  # [T, 1, R]
     cos, sin = rows.chunk(2, dim=-1)  # [T, 1, R / 2] each

@@ -24,8 +24,8 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
-    This is `rotary`, followed by `store_kv` with the rotated keys. Returns the rotated queries,
-    [T, H, D].
+    The op does what `rotary` does, and then what `store_kv` does with the rotated keys. Returns the
+    rotated queries, [T, H, D].
     """
     query, key = rotary(query, key, cos_sin, positions)
     store_kv(

@@ -20,16 +20,16 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token from each row of `logits`, fp32[S, V]; return int64[S].
+    """Draw a token from each row of `logits`, fp32[S, V]; return the token ids, int64[S].
 
-    Weights are `exp((logits - max) / temperature)`. First, top_k keeps the k largest weights. Of
-    these, top_p keeps the largest ones, as few as are needed to add up to at least p times the sum
-    of the k weights. Then min_p keeps weights of at least min_p times the largest. Among equal
-    weights, those of the lower token ids are kept.
+    A token's weight is `exp((logit - max) / temperature)`, where max is the largest logit of the
+    row. First, top_k keeps the k largest weights. Of these k weights, top_p keeps the largest ones,
+    just enough to reach p times the sum of the k weights. Then min_p keeps weights of at least
+    min_p times the largest. Of equal weights, those with lower token ids are kept first.
 
-    The kept weights are added up in the order of token ids. The drawn token is the first at which
-    this running sum exceeds u times the sum of all kept weights. The number u depends only on seed
-    and position (`uniforms`). Sums are fp64, and a row does not depend on other rows.
+    The drawn token is the first, in the order of token ids, at which the running sum of the kept
+    weights exceeds u times the sum of all kept weights. The number u depends only on seed and
+    position (`uniforms`). Sums are fp64. The token of a row does not depend on other rows.
 
     `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
     fp32[S] in [0, 1], and `positions` int64[S]. `seeds` is int64[S] with the bits of unsigned

@@ -1,4 +1,4 @@
-"""The recurrences of Mamba layers and gated delta nets: twins of the scans in `kernels.cpu.ops`.
+"""The recurrences of Mamba layers and gated delta nets, in plain torch.
 
 Symbols: `S` sequences, `T` tokens of each, `H` heads, `P` head dim, `G` groups of heads, `N` size
 of a Mamba state (a head has `P * N` numbers), `HK` heads of queries and keys, `K` their head dim.

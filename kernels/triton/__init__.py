@@ -1,1 +1,1 @@
-"""The Triton kernels, each with a twin in `kernels.reference`."""
+"""Ops as Triton kernels; `kernels.reference` has each of these ops in plain torch."""

@@ -1,4 +1,4 @@
-"""Gated products of the two halves of a projection.
+"""Gated activations of an MLP, such as SwiGLU; gate and up are the two halves of `gate_up`.
 
 Symbols: `T` tokens, `I` intermediate size.
 """
@@ -27,7 +27,7 @@ def _silu_mul_kernel(
     """`out[t, i] = silu(gate_up[t, i]) * gate_up[t, I + i]`, silu(x) = x / (1 + exp(-x)).
 
     Each program computes COLUMNS elements of one token. SiLU is computed in fp32 and rounded to the
-    dtype before the product.
+    dtype of `gate_up` before the product.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -65,8 +65,8 @@ def _tanh_gelu_mul_kernel(
 ):
     """`out[t, i] = gelu(gate_up[t, i]) * gate_up[t, I + i]`, with GELU's tanh approximation.
 
-    (1 + tanh(z)) / 2 is computed as 1 / (1 + exp(-2 z)). Each program computes COLUMNS elements
-    of one token. GELU is computed in fp32 and rounded to the dtype before the product.
+    (1 + tanh(z)) / 2 is computed as 1 / (1 + exp(-2 z)). Each program computes COLUMNS elements of
+    one token. GELU is computed in fp32 and rounded to the dtype of `gate_up` before the product.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -104,10 +104,11 @@ def _clamped_swiglu_kernel(
     LIMIT: tl.constexpr,
     COLUMNS: tl.constexpr,  # elements of a program
 ):
-    """`out[t, i] = (up + 1) * gate * sigmoid(ALPHA * gate)`, with gate and up clamped.
+    """`out[t, i] = (up + 1) * gate * sigmoid(ALPHA * gate)`.
 
-    Each program computes COLUMNS elements of one token. The result is computed in fp32 and rounded
-    once.
+    gate is `gate_up[t, i]`, clamped to at most LIMIT. up is `gate_up[t, I + i]`, clamped to
+    [-LIMIT, LIMIT]. Each program computes COLUMNS elements of one token. The result is computed in
+    fp32 and rounded once.
     """
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,4 +1,4 @@
-"""Gathers, from each row of logits, the tokens that top-k or top-p may keep.
+"""Gathers the candidates of each row of logits: the tokens that top-k or top-p may keep.
 
 Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
 """
@@ -35,7 +35,7 @@ def keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
 
 @triton.jit
 def weight_of(key):
-    """Return the fp32 weight exp(-gap), which is 0 for logits of -inf and past the vocabulary."""
+    """Return each key's fp32 weight, exp(-gap): 0 for logits of -inf and past the vocabulary."""
     finite = key < 0x7F800000
     weight = tl.exp(-tl.where(finite, key, 0).to(tl.float32, bitcast=True))
     return tl.where(finite, weight, 0.0)
@@ -106,9 +106,9 @@ def _choose_kernel(
     """Choose each row's last bin of candidates; count candidates up to the end of each tile.
 
     A row's candidates are the tokens in the bins up to the last one. With top_k, the last bin is
-    the first up to which there are at least k tokens. With top_p alone, the bins after the last one
-    weigh at most the share that top_p drops. So all tokens that are kept are candidates. There is
-    one program for each row.
+    the one at which the count of tokens, from the first bin on, reaches k. With top_p alone, the
+    tokens after the last bin weigh at most 1 - p of the sum of the row's weights. So all tokens
+    that top_k and top_p keep are candidates. There is one program for each row.
     """
     seq = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + seq)

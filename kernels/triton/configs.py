@@ -1,14 +1,14 @@
 """Finds each kernel's configuration on a device: tile sizes, splits and warps.
 
 `configs/` has a JSON file for each device on which `python -m kernels.tuning` was run, named after
-the device. For other devices it has files for compute capabilities, such as `sm_90.json`. The field
-`tuned` describes how a file's numbers were measured; null means that they were chosen, not
-measured. The numbers for Triton's interpreter are small, so that tests cross the borders of tiles
-and splits.
+the device. For other devices, `configs/` has files for compute capabilities, such as `sm_90.json`.
+The field `tuned` describes how a file's numbers were measured; null means that they were chosen,
+not measured. The numbers for Triton's interpreter are small, so that the short sequences of tests
+have several tiles and splits.
 
 A file has a list of rules for each kernel; the first rule that matches decides. A rule may match
-only properties of the model (`LaunchShape`), not of the batch, because a configuration changes the
-order of sums, and a sequence's result must not depend on other sequences.
+only properties of the model (`LaunchShape`), not of the batch. A configuration changes the order of
+sums, so a rule that matched the batch would make a sequence's result depend on other sequences.
 """
 
 import functools
@@ -124,7 +124,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], Config]]:
-    """Return the rules for `kind` in a file's `text`, each with its match and its configuration.
+    """Return a file's rules for `kind`, each as the fields that it matches and its configuration.
 
     Raises:
         ValueError: a rule matches a field that `LaunchShape` does not have, or a configuration does
@@ -142,8 +142,8 @@ def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], C
 def config_path(device_name: str, capability: tuple[int, int]) -> Path:
     """Return the device's own file or, if there is none, the file for its compute capability.
 
-    If no file has this capability, the highest lower capability that has a file is used. If all
-    files have higher capabilities, the lowest of these is used.
+    If no file has this capability, the file for the next lower capability is used. If there are
+    only files for higher capabilities, the file for the lowest is used.
     """
     own = CONFIG_DIR / f"{file_stem(device_name)}.json"
     if own.exists():
@@ -185,7 +185,7 @@ def _device_path(index: int | None) -> Path:
 
 
 def first_match(rules: list[tuple[dict[str, object], Config]], shape: LaunchShape) -> Config:
-    """Return the configuration of the first rule that matches.
+    """Return the configuration of the first rule that matches `shape`.
 
     Raises:
         ValueError: no rule matches.

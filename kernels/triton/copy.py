@@ -50,7 +50,7 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
     """Copy block `src[i]` of `pool` [B, E] onto block `dst[i]`, for all i at once.
 
     The blocks pass through a buffer of N blocks, so all blocks are read before any block is
-    written. So a block that is both a source and a destination is copied with its old contents.
+    written. So a block that is both a source and a destination is copied as it was before the call.
     `src` and `dst` are int64[N]. Two equal numbers in `dst` are an error of the caller, and leave
     the block's contents undefined. `pool` may have any dtype, because bits are copied.
 
@@ -128,7 +128,7 @@ def _copy(
 def _widest_word(*tensors: torch.Tensor) -> torch.dtype:
     """Return the widest integer dtype in which all tensors can be copied.
 
-    The dtype's size divides the rows, strides and offsets of the tensors, in bytes.
+    The dtype's size divides the row sizes, strides and offsets of all tensors, in bytes.
     """
     for dtype in (torch.int64, torch.int32, torch.int16):
         if all(

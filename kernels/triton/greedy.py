@@ -1,4 +1,4 @@
-"""The likeliest token of each row of logits, and whether the row is finite, in one pass.
+"""The likeliest token of each row of logits, and whether all its logits are finite, in one pass.
 
 Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
 """
@@ -68,7 +68,7 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `kernels.reference.greedy`; the stride of `logits` over S may be any.
 
     Raises:
-        ValueError: `logits` is not 2-dimensional, not a float, or has no dense rows.
+        ValueError: `logits` is not 2-dimensional, is not a float, or its rows are not dense.
     """
     check_float("logits", logits, 2)
     num_seqs, num_tokens = logits.shape

@@ -8,9 +8,10 @@ from typing import Any
 class Launch:
     """A kernel with the arguments that are the same at each launch.
 
-    At each launch, Triton inspects all arguments to find the compiled kernel: their types, their
+    To find the compiled kernel at each launch, Triton inspects all arguments: their types, their
     specialization (such as divisibility by 16), and the values of constants. This class finds the
-    compiled kernel once per variant, and then launches it directly.
+    compiled kernel once for each `variant` that the caller names, and then launches the kernel
+    directly.
     """
 
     def __init__(self, kernel: Any, fixed: Mapping[str, Any], options: Mapping[str, int]) -> None:

@@ -35,10 +35,10 @@ def quantize(x, scale, IS_FP8: tl.constexpr):
 
 @triton.jit
 def plain_numbers(numbers, dtype: tl.constexpr):
-    """Return stored `numbers` (int8, the bits of e4m3, or `dtype` itself) as `dtype`, exactly.
+    """Return `numbers / unit_of(numbers)`, exactly, as `dtype`.
 
-    The caller must multiply the result by `unit_of(numbers)`, because e4m3 numbers are returned
-    divided by this factor.
+    `numbers` are int8, the bits of e4m3, or already of `dtype`. The caller must multiply the result
+    by `unit_of(numbers)`.
     """
     if numbers.dtype == tl.uint8:
         # Read as fp16, the number is 2^8 times smaller, because fp16's exponent has a bias of 15,
@@ -81,5 +81,5 @@ def _to_e4m3(x):
 
 
 def as_bits(cache: torch.Tensor) -> torch.Tensor:
-    """Return `cache` in the dtype that kernels take: fp8 viewed as uint8, others unchanged."""
+    """Return `cache` in the dtype that kernels take: fp8 viewed as uint8, others as they are."""
     return cache.view(torch.uint8) if cache.dtype is torch.float8_e4m3fn else cache

@@ -14,7 +14,7 @@ from kernels.checks import check_cos_sin, check_float, check_tensor
 
 @triton.jit
 def pair_dims(HALF: tl.constexpr, ROTATED: tl.constexpr, DIMS: tl.constexpr):
-    """Return the first dim of each of a head's D / 2 pairs, and the second, both as [1, DIMS].
+    """Return the first dims and the second dims of a head's D / 2 pairs of dims, each [1, DIMS].
 
     The first R / 2 pairs, of dims i and R / 2 + i, are rotated. The dims after R are paired, too.
     """
@@ -54,7 +54,8 @@ def load_rotated(
 def load_cos_sin(row, dtype: tl.constexpr, ROTATED: tl.constexpr, DIMS: tl.constexpr):
     """Return cos and sin from a table's row [R], rounded to `dtype`, as fp32 [1, DIMS].
 
-    The twin rounds them, too. For pairs that are not rotated, cos is 1 and sin is 0.
+    `kernels.reference.rotary` rounds them, too. For pairs that are not rotated, cos is 1 and sin is
+    0.
     """
     dim = tl.arange(0, DIMS)
     cos = tl.load(row + dim, mask=dim < ROTATED, other=1.0).to(dtype).to(tl.float32)
@@ -76,7 +77,7 @@ def rotate_heads(
     HEADS: tl.constexpr,  # power of two, at least NUM_HEADS
     DIMS: tl.constexpr,  # power of two, at least HALF
 ):
-    """Rotate one token's heads in `x`, and write them to `out`."""
+    """Rotate the heads of one token, which `x` points to, and write them to `out`."""
     y1, y2, inside = load_rotated(x, stride_h, cos, sin, NUM_HEADS, HALF, ROTATED, HEADS, DIMS)
     head = tl.arange(0, HEADS).to(tl.int64)[:, None]
     first, second = pair_dims(HALF, ROTATED, DIMS)
@@ -108,11 +109,11 @@ def _rotary_kernel(
     KEY_HEADS: tl.constexpr,
     DIMS: tl.constexpr,
 ):
-    """Rotate the halves of each head's first R dims; copy the others.
+    """Rotate the halves of each head's first R dims; copy the other dims.
 
-    `(x1, x2) -> (x1 * cos - x2 * sin, x2 * cos + x1 * sin)`. cos and sin are rounded to the dtype
-    of the query, as in the twin. Products and sums are fp32, and the result is rounded once, while
-    the twin rounds each product. There is one program for each token.
+    The halves x1, x2 become `(x1 * cos - x2 * sin, x2 * cos + x1 * sin)`. cos and sin are rounded
+    to the dtype of the query. Products and sums are fp32, and the result is rounded once, while
+    `kernels.reference.rotary` rounds each product. There is one program for each token.
     """
     token = tl.program_id(0).to(tl.int64)
     row = cos_sin + tl.load(positions + token) * cos_sin_stride
@@ -151,9 +152,9 @@ def rotary(
     """Rotate each head of `query` [T, H, D] and `key` [T, HKV, D] to its token's position.
 
     `cos_sin` is fp32 [max_pos, R], cos in the first half of a row and sin in the second; the dims
-    of a head after the first R are copied. `positions` is int64[T]; each must be below max_pos,
-    which is not checked because the host does not read positions. The inputs may have any stride
-    over T and heads, and are not changed; the results are contiguous.
+    of a head after the first R are copied. `positions` is int64[T]. Each position must be below
+    max_pos; this is not checked, because the host does not read positions. The inputs may have any
+    stride over T and heads, and are not changed; the results are contiguous.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D or R is odd.

@@ -95,8 +95,8 @@ def _rotary_store_kernel(
     A head's first R dims have the halves x1 and x2, which become
     `(x1 * cos - x2 * sin, x2 * cos + x1 * sin)`. Keys and values are stored by
     `cache[slot // P, slot % P, h, d] = new[t, h, d]`, where slot = slot_mapping[t] >= 0. Rotated
-    keys are rounded to the dtype before they are stored or quantized. There is one program for each
-    token.
+    keys are rounded to the dtype of `query` before they are stored or quantized. There is one
+    program for each token.
     """
     token = tl.program_id(0).to(tl.int64)
     dtype = query.dtype.element_ty
@@ -182,9 +182,9 @@ def rotary_store_kv(
 ) -> torch.Tensor:
     """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
-    This is `rotary`, followed by `store_kv` with the rotated keys. `cos_sin` is fp32 [max_pos, R].
-    Returns the rotated queries, [T, H, D] and contiguous. Both caches are quantized to the same
-    dtype, or neither is quantized.
+    The op does what `rotary` does, and then what `store_kv` does with the rotated keys. `cos_sin`
+    is fp32 [max_pos, R]. Returns the rotated queries, [T, H, D] and contiguous. Both caches are
+    quantized to the same dtype, or neither is quantized.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D or R is odd.

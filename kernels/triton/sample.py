@@ -1,6 +1,10 @@
-"""Draws one token from each row of logits, without sorting them.
+"""Draws one token from each row of logits, without sorting the row.
 
 Symbols: `S` sequences, `V` vocabulary, `C` tiles of a row.
+
+The candidates of a row are the tokens that top-k or top-p may keep (`candidates.py`). Each token
+has an integer key: the likelier the token, the lower the key (`keys_of`). The weight of a token or
+key is the token's probability, divided by that of the likeliest token (`weight_of`).
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN202  Triton infers the types inside kernels
@@ -19,7 +23,7 @@ _NUM_WARPS: Final = 16  # many, because one program may read a whole row several
 
 @triton.jit
 def _load_keys(row, first, V, TOKENS: tl.constexpr):
-    """Return the keys of a tile; past the vocabulary, keys are above any threshold."""
+    """Return a tile of the keys in `row`; past the `V` keys, return the largest int32."""
     token = first + tl.arange(0, TOKENS)
     return tl.load(row + token, mask=token < V, other=0x7FFFFFFF)
 
@@ -29,11 +33,12 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
     """Return the least key at which the running sum reaches `goal`, and the sum before this key.
 
     The sum runs over the row's keys in ascending order. A key adds its weight, or 1 if `IS_WEIGHT`
-    is false. If no key below `high` reaches the goal, `high` is returned. Each pass over the row
-    computes the sums up to three pivots, which divide the range of keys into quarters. The quarter
-    that reaches the goal is the range of the next pass, narrowed to keys that occur in the row. The
-    passes end when the range has one key. Each lane adds up its own tokens, so threads wait for
-    each other only once in a pass.
+    is false. If the sum does not reach the goal at any key below `high`, `high` is returned.
+
+    Three pivots divide the range of keys into quarters, and a pass over the row computes the
+    running sum at each pivot. The quarter in which the sum reaches the goal is the range of the
+    next pass, narrowed to keys that occur in the row. The passes end when the range has one key.
+    Each lane of a tile adds up its own keys, so threads wait for each other only once in a pass.
     """
     AMOUNT: tl.constexpr = tl.float64 if IS_WEIGHT else tl.int32
     low = tl.full([], -1, tl.int32)  # keys in (low, high] are left; those up to low are `below`
@@ -82,9 +87,9 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 
 @triton.jit
 def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
-    """Return the position after the `num_equal`-th token whose key equals the threshold.
+    """Return 1 + the index of the `num_equal`-th key that equals the threshold.
 
-    If the row has at most `num_equal` such tokens, return V. Then the row is read only once, and
+    If the row has at most `num_equal` such keys, return V. Then the row is read only once, and
     threads do not wait for each other after each tile.
     """
     counts = tl.full([TOKENS], 0, tl.int32)
@@ -109,7 +114,7 @@ def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
 
 @triton.jit
 def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
-    """Return the fp64 weights of a tile's tokens, with 0 for dropped tokens."""
+    """Return fp64 weights of a tile; 0 where `threshold`, `equals_end` or `floor` drops a key."""
     key = _load_keys(row, first, V, TOKENS)
     token = first + tl.arange(0, TOKENS)
     weight = weight_of(key)
@@ -130,9 +135,10 @@ def _uniform(seed, position):
 
 @triton.jit
 def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.constexpr):
-    """Draw a candidate from a row with top_k or top_p, as `_sample_kernel` says; return its place.
+    """Draw a candidate from a row with top_k or top_p, as `_sample_kernel` says; return its index.
 
-    `row` has the keys of `size` candidates; `total` is the sum of all weights of the row.
+    `row` has the keys of the `size` candidates. `total` is the sum of the weights of all tokens,
+    not only of the candidates.
     """
     threshold = tl.full([], 0x7F800000, tl.int32)  # the key of minus infinity
     num_equal = tl.full([], 0x7FFFFFFF, tl.int32)
@@ -219,12 +225,17 @@ def _sample_kernel(
 ):
     """`out[s]` is the first token at which the running sum of kept weights exceeds u * their sum.
 
-    u is the row's uniform number. A row keeps the tokens whose keys are below a threshold, and the
-    tokens before `equals_end` whose keys equal the threshold. The threshold is found for top_k by
-    counting, then for top_p by weight; min_p drops weights below a floor. For all this only the
-    candidates are read, and then one tile, to find the token of the drawn candidate. For a row with
-    neither top_k nor top_p, the sums of the tiles say which tile has the drawn token, and only this
-    tile is read. There is one program for each row; sums are fp64, in a fixed order.
+    u is the row's uniform number (`_uniform`). There is one program for each row. Sums are fp64, in
+    a fixed order. After top_k and top_p, min_p drops the tokens whose weight is below `min_p`.
+
+    In a row with top_k or top_p, the kept tokens are those with keys below a threshold, and the
+    first few of those whose key equals the threshold. top_k finds its threshold by counting tokens,
+    and top_p by adding up weights. The program reads only the keys of the candidates, until a
+    candidate is drawn. Then the program reads one tile of logits, to find the token of this
+    candidate.
+
+    In a row with neither top_k nor top_p, the sums of the tiles say which tile has the drawn token,
+    and the program reads only this tile.
     """
     seq = tl.program_id(0).to(tl.int64)
     k = tl.load(top_k + seq)
@@ -267,18 +278,22 @@ def sample(
     seeds: torch.Tensor,
     positions: torch.Tensor,
 ) -> torch.Tensor:
-    """Draw a token from each row of `logits`, fp32[S, V] of any stride over S; return int64[S].
+    """Draw a token from each row of `logits`, fp32[S, V]; return the token ids, int64[S].
 
-    Parameters, cuts, ties and the draw are as `kernels.reference.sample` says. But fp64 sums are
-    added in another order, and the device's exponential is exact only up to the last bits of fp32.
-    So a token may differ from the twin's if a uniform number, or p, is within about 1e-7 of the
-    border between two tokens.
+    Parameters and result are as `kernels.reference.sample` says. But fp64 sums are added in another
+    order, and the device's exponential is exact only up to the last bits of fp32. So a token may
+    differ from that of `kernels.reference.sample` if the uniform number, or p, is within about 1e-7
+    of the number at which the result changes from one token to the next. The stride of `logits`
+    over S may be any.
 
-    No row is sorted. The tokens that top_k or top_p may keep are gathered, with one program per
-    tile. The thresholds are found in about ten passes over these candidates. So a row is read three
-    times, unless it is so flat that most tokens are candidates; a row with neither top_k nor top_p
-    is read twice. The op needs about S * V * 9 / 8 int32 numbers of scratch memory. The host reads
-    nothing from the device, and a row does not depend on other rows.
+    No row is sorted. In a row with top_k or top_p, the candidates are gathered, with one program
+    per tile. The thresholds are found in about ten passes over the candidates. The row of logits is
+    read three times: for its maximum, to count its tokens, and to gather the candidates. If most
+    tokens are candidates, each pass over the candidates reads about as much as a pass over the row.
+    A row with neither top_k nor top_p is read twice.
+
+    The op needs about S * V * 9 / 8 int32 numbers of scratch memory. The host reads nothing from
+    the device, and a row's token does not depend on other rows.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

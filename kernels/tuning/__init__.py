@@ -1,1 +1,1 @@
-"""Measures kernel configurations on a GPU, and finds the best one for a launch."""
+"""Measures configurations of attention on a GPU, and finds the fastest for a model's shape."""

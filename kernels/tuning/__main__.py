@@ -2,15 +2,15 @@
 
     python -m kernels.tuning --heads 32 --kv-heads 8 --head-dim 128 --processes 12
 
-For a model's shape and cache format it times decode and prefill attention with each candidate, over
-several workloads. Each time is divided by the time that the configuration used before takes. The
-candidate with the least sum of these quotients becomes the first rule in the device's file. The
-file is in `kernels/triton/configs` and is named after the device; commit it. --out names another
-file. The file is written after each of the two kernels.
+For a model's shape and cache format, the command times decode and prefill attention with each
+candidate configuration, over several workloads. Each time is divided by the time that the present
+configuration takes. The candidate with the least sum of these quotients becomes the first rule in
+the device's file. The file is in `kernels/triton/configs` and is named after the device; commit it.
+--out names another file. The file is written after each of the two kernels.
 
 --processes compiles the candidates beforehand, in that many processes. --quick tries only a few
-candidates. --cpu-smoke needs no GPU, and shows that the script works. Its times mean nothing, so it
-needs --out.
+candidates. --cpu-smoke needs no GPU, and shows that the script works. The times of --cpu-smoke mean
+nothing, so it needs --out.
 """
 
 import argparse
@@ -65,7 +65,7 @@ class Tuned:
     seconds: tuple[float, ...]
     """The time that the best candidate takes for each workload."""
     default_seconds: tuple[float, ...]
-    """The time that the first candidate, the configuration used before, takes for each workload."""
+    """The time that the first candidate takes for each workload; see `best_of`."""
 
 
 def decode_candidates(default: DecodeConfig, *, is_quick: bool = False) -> list[DecodeConfig]:
@@ -97,11 +97,11 @@ def best_of(
     seconds_of: Callable[[Config, Workload], float],
     report: Callable[[str], None],
 ) -> Tuned:
-    """Return the candidate with the least sum of times, each relative to the first candidate's.
+    """Return the candidate with the least sum of times, each divided by the first candidate's time.
 
-    A candidate is dropped if it fails, usually for lack of shared memory, or if after some
-    workloads it has taken more than 1.5 times the first candidate's time. If the first candidate
-    fails, the next one takes its place.
+    A candidate is dropped if it fails, usually for lack of shared memory. A candidate is also
+    dropped if its times, on average over the workloads that have run, are more than 1.5 times those
+    of the first candidate. If the first candidate fails, the next one counts as the first.
 
     Raises:
         ValueError: all candidates failed.
@@ -136,7 +136,7 @@ def best_of(
 def with_rules(
     text: str, device: str, how: dict[str, object], shape: LaunchShape, tuned: Iterable[Tuned]
 ) -> str:
-    """Return a file's `text` with a new first rule for `shape`, for each kernel that was tuned.
+    """Return a file's `text` in which each tuned kernel has a new first rule for `shape`.
 
     `how` describes the measurement and is stored with the rule. Earlier rules for the same shape
     are removed.

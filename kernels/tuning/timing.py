@@ -40,7 +40,7 @@ def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int)
 
 
 def _replay_of(launch: Callable[[], object], device: torch.device) -> Callable[[], object]:
-    """Return a warm CUDA graph of `launch`, or `launch` itself if it cannot be captured."""
+    """Return a function that replays `launch` from a CUDA graph, or `launch` if capture fails."""
     stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
     stream.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(stream):

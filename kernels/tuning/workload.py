@@ -68,9 +68,10 @@ def paged_inputs(
     layout: PoolLayout = PoolLayout.BLOCK_MAJOR,
     num_layers: int = _NUM_LAYERS,
 ) -> PagedInputs:
-    """Return inputs for sequences of these lengths, in shuffled blocks that no two share.
+    """Return inputs for sequences of these lengths; the blocks are shuffled, and none is shared.
 
-    The pool has memory for `num_layers` layers; only one of them is written and returned.
+    The caches are one layer of a pool that has memory for `num_layers` layers; the other layers are
+    not written.
     """
     counts = [-(-seq_len // model.block_size) for seq_len in seq_lens]
     num_blocks = max(1, sum(counts))

@@ -17,16 +17,16 @@ def grouped_linear(
     num_rows: int,
     out: torch.Tensor | None,
 ) -> torch.Tensor:
-    """Compute `out[places[i]] += x[sources[i]] @ w.T`, where w is the weight of the map of row i.
+    """Add `x[sources[i]] @ w.T` to `out[places[i]]` for each i in [0, R), where R is `num_rows`.
 
-    i is in [0, R), and R is `num_rows`. Map m has the rows [ends[m - 1], ends[m]); rows after the
-    last end have no map. `sources` and `places` are int64[R], and no place occurs twice. If
-    `sources` is None, row i of `x` is read; if `places` is None, row i of `out` is written. `ends`
-    is int32[X], ascending. `x` is `[*, K]`.
+    w is the weight of i's map, the first map m with i < ends[m]. Nothing is computed for an i that
+    is not below any end. `sources` and `places` are int64[R], and no number occurs twice in
+    `places`. If `sources` is None, row i of `x` is read; if `places` is None, row i of `out` is
+    written. `ends` is int32[X], ascending. `x` is `[*, K]`.
 
-    If `maps.biases` is given, the bias of row i's map is added, too. If `out` is None, the products
-    are returned in a new tensor `[R, N]`, in which elements that no map writes are undefined. Sums
-    are fp32, and a result is rounded once.
+    If `maps.biases` is given, the bias of i's map is added, too. If `out` is None, the products are
+    returned in a new tensor `[R, N]`, in which elements that no map writes are undefined. Sums are
+    fp32, and a result is rounded once.
     """
     if out is None:
         out = x.new_zeros(num_rows, maps.num_out)

@@ -1,4 +1,4 @@
-"""Linear maps with weights of 8 or 4 bits for groups of rows, in plain torch.
+"""Linear maps for groups of rows, with weights of 8 or 4 bits, in plain torch.
 
 Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features, `G` groups of
 input features.
@@ -21,12 +21,13 @@ def grouped_quantized_linear(
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `out[places[i]] = x[sources[i]] @ w + b`, where w and b are of the map of row i.
+    """Compute `out[places[i]] = x[sources[i]] @ w + b` for each i in [0, R), where R is `num_rows`.
 
-    `ends`, `sources`, `places` and `num_rows` are those of `grouped_linear`. `values`, `scales` and
-    `offsets` are stacks of those of `quantized_linear`, one for each map. `values` are int8 or
-    float8_e4m3fn [X, K, N], or uint8 [X, K / 2, N]. `scales` are [X, G, N], floats or, for MXFP4,
-    uint8. `bias` is [X, N], of the dtype of `x`.
+    w and b are the weight and the bias of i's map, which follows from `ends` as in
+    `grouped_linear`. `sources` and `places` are as in `grouped_linear`, too. `values[m]`,
+    `scales[m]` and `offsets[m]` are the weight of map m, as in `quantized_linear`. `values` are
+    int8 or float8_e4m3fn [X, K, N], or uint8 [X, K / 2, N]. `scales` are [X, G, N], floats or, for
+    MXFP4, uint8. `bias` is [X, N], of the dtype of `x`.
 
     Returns:
         A new tensor `[R, N]`. Elements that no map writes are undefined.

@@ -1,4 +1,7 @@
-"""A linear map with 16- or 32-bit weights, in plain torch."""
+"""A linear map with 16- or 32-bit weights, in plain torch.
+
+Symbols: `T` tokens, `K` input features, `N` output features.
+"""
 
 import torch
 from torch.nn import functional

@@ -40,9 +40,10 @@ def _splits_of(
 ):
     """Return where a sequence's splits begin, their size, and their number, which is at least 1.
 
-    The first split begins after the `shared` positions, or at the tile in which the newest token's
-    window begins. Without shared positions, all three numbers depend only on the sequence's own
-    length, so results do not depend on the batch.
+    Without `window`, the first split begins after the `shared` positions. With `window`, the first
+    split begins at the tile in which the newest token's window begins. If `shared` is 0, the start,
+    the size and the number of a sequence's splits depend only on the sequence's own length. So
+    without shared positions, results do not depend on the batch.
     """
     begin = shared
     if window is not None:
@@ -103,14 +104,16 @@ def _attend_splits_kernel(
     SHARED_PARTS: tl.constexpr,  # partial results of shared positions, which come first
     NUM_STAGES: tl.constexpr,  # tiles in flight
 ):
-    """`out = softmax(cap(scale * q K^T)) V` and its log-sum-exp over splits of the positions.
+    """Compute `softmax(cap(scale * q K^T)) V` and its log-sum-exp for each split of the positions.
 
-    A piece of work is a triple (sequence, split, kv head). The grid is fixed: of n programs,
-    program i takes pieces i, i + n, i + 2n and so on. The device counts the pieces from the
-    lengths, so no program runs for a split that does not exist. The G query heads of a piece are
-    the rows of one product. The result of a sequence with one split is written to `out`; other
-    sequences leave partial results for `_reduce_splits_kernel`. A sequence with shared positions
-    also leaves partial results, because `prefill.py` attends to the shared positions.
+    `cap` applies the softcap, if there is one. A piece of work is a triple (sequence, split, kv
+    head). The grid is fixed: of n programs, program i takes pieces i, i + n, i + 2n and so on. Each
+    program counts the pieces from `seq_lens`, so no program works on a split that does not exist.
+    The G query heads of a piece are the rows of one matrix product.
+
+    If a sequence has one split and no shared positions, its result is written to `out`. Otherwise a
+    partial result is written for each split, and `_reduce_splits_kernel` merges the partial
+    results. For shared positions, the kernel of `prefill.py` writes partial results, too.
     """
     G: tl.constexpr = H // HKV
     each = tl.arange(0, SEQS)
@@ -249,11 +252,12 @@ def _reduce_splits_kernel(
 ):
     """Merge the partial results of each sequence, with one program for each sequence and head.
 
-    Sequences whose result is already in `out` are skipped. The host leaves the launch out if no
-    block table is longer than a split. A CUDA graph always contains the launch, because its block
-    tables have the maximum length. If all sequences of a step fit into one split (128 to 512
-    tokens), the programs of this launch end at once, which takes an estimated 2 us per layer. To
-    save this time, a second set of graphs would have to be captured and kept in memory.
+    Sequences whose result is already in `out` are skipped. The host does not launch this kernel if
+    the width of the block tables, or the window, allows only one partial result per sequence. A
+    CUDA graph usually contains the kernel, because the block tables of a graph have the maximum
+    width. If all sequences of a step fit into one split, the programs of the kernel end at once,
+    and the launch takes an estimated 2 us per layer. To save this time, a second set of graphs
+    would have to be captured and kept in memory.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -305,27 +309,29 @@ def paged_attention_decode(
 ) -> torch.Tensor:
     """Attend with row s of `query` [S, H, D + REST] to the first `seq_lens[s]` slots of sequence s.
 
-    Returns [S, H, D]. The caches are views, [B, P, HKV, D + REST] and [B, P, HKV, D]; if REST is
-    not 0, the second is a part of the first. `block_tables` is int32[S, M]. `seq_lens` is int32[S],
-    each at most M * P; the host never reads the lengths, so it cannot check them. A sequence of
-    length 0 is a padding row and gives zeros. No bit of a row depends on other rows of the batch,
-    or on S or M, because the splits of a sequence depend only on its length. The scratch memory
-    has S * N * H * (D + 1) fp32 numbers, where N is the number of splits of a sequence of M * P
-    tokens.
+    Returns [S, H, D]. `key_cache` and `value_cache` are views, [B, P, HKV, D + REST] and
+    [B, P, HKV, D]; if REST is not 0, `value_cache` is a part of `key_cache`. `block_tables` is
+    int32[S, M]. `seq_lens` is int32[S], each at most M * P; the host never reads the lengths, so it
+    cannot check them. A sequence of length 0 only pads the batch, and its result is zeros. No bit
+    of a sequence's result depends on other sequences, or on S or M, because the splits of a
+    sequence depend only on its length. The scratch memory has S * N * H * (D + 1) fp32 numbers,
+    where N is the number of splits of a sequence of M * P tokens.
 
     With `window`, only the last `window` slots are read and attended to. With `softcap`, each score
     s becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], has one more score for each head.
-    It is not scaled and has no value; it only adds to the softmax's denominator.
+    This score is not scaled and has no value vector; it only adds to the softmax's denominator.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
-    `kernels.kv_formats` says. Scores and softmax weights are multiplied by the scales, in fp32. The
-    stored numbers are not multiplied, because the products would have to be rounded.
+    `kernels.kv_formats` says. Scores are multiplied by the scales of the keys, and softmax weights
+    by the scales of the values, in fp32. The stored numbers are not multiplied, because the
+    products would have to be rounded.
 
     With `out`, contiguous [T, H, D], `query` is [T, H, D + REST], where T is at least S. Only the
     first S rows of `query` are read, and only the first S rows of `out` are written. Returns `out`.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, or an option is not positive.
+        ValueError: shapes, dtypes, devices or strides do not fit, or `window` or `softcap` is not
+            positive.
     """
     check_rows(len(block_tables), len(query), out)
     sequences = Sequences(block_tables, seq_lens)
@@ -359,7 +365,7 @@ def prepare_decode(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor,
 ) -> Callable[[Sequences], None]:
-    """Check the arguments of `paged_attention_decode`; return a function that launches it.
+    """Check the arguments of `paged_attention_decode`; return a function that launches the kernels.
 
     The function takes the sequences of a step, and can be called for many steps. A launch with S
     sequences overwrites the first S rows of `out`.

@@ -28,7 +28,8 @@ from kernels.triton.launch import Launch
 
 MAX_SPLITS: Final = 32
 _LEAST_POSITIONS: Final = 512
-"""A split has at least this many positions. The number was not measured."""
+"""The positions that a tile of query tokens sees may be divided into splits. A split has at least
+this many positions. The number was not measured."""
 
 
 @triton.jit
@@ -37,8 +38,8 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
 
     The first tile of sequence s has the number query_start_loc[s] // TOKENS + s. So each sequence
     has at least ceil(query_len / TOKENS) tiles, and all sequences together have T // TOKENS + S
-    tiles, a number that the host knows without reading the device. Tiles before the first
-    sequence's own tiles also belong to it.
+    tiles, a number that the host knows without reading the device. The first sequence also owns the
+    tiles before its first tile; these tiles have no tokens.
     """
     low = 0
     high = num_seqs
@@ -105,12 +106,12 @@ def _attend_chunks_kernel(
 ):
     """`out[t] = softmax(cap(scale * q[t] K^T)) V` over the positions that token t sees.
 
-    A token sees all positions up to its own, or with a window the last `window` of them. There is
-    one program for each pair of a kv head and a tile of TOKENS query tokens of one sequence. If
-    values are wide, each such pair has several programs, each for a part of the values' dims. The G
-    heads of each token are rows of the same product, so K and V are read once for all G heads. The
-    last tiles start first, because the last tile of a chunk sees the most positions, and should not
-    be the last to end.
+    `cap` applies the softcap, if there is one. A token sees all positions up to its own, or with a
+    window the last `window` of them. There is one program for each pair of a kv head and a tile of
+    TOKENS query tokens of one sequence. If values are wide, each such pair has several programs,
+    each for a part of the values' dims. The G heads of each token are rows of the same matrix
+    product, so K and V are read once for all G heads. The last tiles start first, because the last
+    tile of a chunk sees the most positions, and should not be the last to end.
 
     With `partial_out`, each split of a tile's positions has its own program, which leaves a partial
     result for `_merge_chunks_kernel`.
@@ -296,27 +297,29 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's slots up to its position; return [T, H, D].
+    """Attend with each query token to the slots of its sequence up to its own; return [T, H, D].
 
-    The rows [query_start_loc[s], query_start_loc[s + 1]) of `query`, [T, H, D + REST], are the last
-    query_len tokens of sequence s: the i-th of them has position seq_len - query_len + i. The keys
-    and values of these tokens are already in the caches, which are as in `paged_attention_decode`.
-    `block_tables` is int32[S, M], `seq_lens` int32[S], and `query_start_loc` int32[S + 1], whose
-    first number may be above 0; the host does not read these tensors. Rows that belong to no
-    sequence, or to a sequence of length 0, give zeros. A row does not depend on other sequences of
-    the batch, but its last bits depend on T: if T tokens are too few to fill the device, the
-    positions that a tile sees are split. Splitting needs T * N * H * (D + 1) fp32 numbers of
-    scratch memory, where N falls as T grows.
+    `query` is [T, H, D + REST]. The rows [query_start_loc[s], query_start_loc[s + 1]) of `query`
+    are the last tokens of sequence s. The keys and values of these tokens are already in the
+    caches, which are as in `paged_attention_decode`. `block_tables` is int32[S, M], `seq_lens`
+    int32[S], and `query_start_loc` int32[S + 1]. The first number of `query_start_loc` may be above
+    0. The host does not read these three tensors.
+
+    Without `out`, rows of the result that belong to no sequence, or to a sequence of length 0, are
+    zeros. A sequence's result does not depend on other sequences of the batch, but its last bits
+    depend on T: if T tokens are too few to fill the device, the positions that the tokens see are
+    split. Splitting needs T * N * H * (D + 1) fp32 numbers of scratch memory, where N falls as T
+    grows.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. With `window`,
     a program reads only positions that are in the window of at least one of its query tokens.
 
-    If `out` is given, contiguous [T, H, D], the result is written to it and it is returned; then
-    rows of no sequence are undefined.
+    With `out`, contiguous [T, H, D], the result is written to `out`, and `out` is returned. Rows of
+    `out` that belong to no sequence, or to a sequence of length 0, are undefined.
 
     Raises:
-        ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or an
-            option is not positive.
+        ValueError: shapes, dtypes, devices or strides do not fit, `max_query_len` exceeds T, or
+            `window` or `softcap` is not positive.
     """
     if out is None:
         out = query.new_zeros((*query.shape[:2], value_cache.shape[3]))
@@ -354,13 +357,15 @@ def prepare_prefill(
     out: torch.Tensor,
     is_whole: bool = False,
 ) -> Callable[[Sequences], None]:
-    """Check and prepare `paged_attention_prefill`; the result launches it on a step's sequences.
+    """Check the arguments of `paged_attention_prefill`; return a function that runs the kernels.
 
-    Each launch overwrites the rows of `out` that belong to its sequences, unless their length is 0.
-    If `is_whole`, positions are never split, so no bit of a row depends on T. Also, the compiler is
-    kept from fusing products and sums. It might fuse them only in tiles of positions without a
-    mask, and which tiles have a mask depends on how the sequence was cut into chunks. So no bit of
-    a row depends on the chunks either.
+    The function takes the sequences of a step, and can be called for many steps. A launch
+    overwrites the rows of `out` that belong to sequences whose length is not 0.
+
+    With `is_whole`, positions are never split, so no bit of a result depends on T. With `is_whole`,
+    the compiler also does not fuse products and sums, so no bit depends on how a sequence was cut
+    into chunks. The chunks decide which tiles of positions need a mask, and the compiler might fuse
+    only in the tiles without a mask.
 
     Raises:
         ValueError: an argument does not fit, as in `paged_attention_prefill`.
@@ -412,9 +417,9 @@ class SharedLaunch(Protocol):
     ) -> None:
         """Write the first partial results of each sequence that shares positions.
 
-        `prepare_shared` returns how many these are, and N is the number of all partial results.
-        `partial_out` is fp32 [S, N, H, D], and `partial_lse`, to base 2, is fp32 [S, N, H]; both
-        are contiguous.
+        `prepare_shared` returns how many partial results the launch writes for each sequence. N is
+        the number of all partial results of a sequence. `partial_out` is fp32 [S, N, H, D], and
+        `partial_lse`, to base 2, is fp32 [S, N, H]; both are contiguous.
         """
 
 

@@ -66,9 +66,13 @@ def attend_positions(
     POSITIONS: tl.constexpr,  # C
     NUM_STAGES: tl.constexpr,
 ):
-    """Return `acc` fp32 [R, VALUE_DIMS], `row_max` and `row_sum` after the positions up to `end`.
+    """Return `acc`, `row_max` and `row_sum` of the softmax over the positions up to `end`.
 
-    The softmax starts from the given `row_max` and `row_sum`, as if these came from earlier
+    `row_max` is each row's largest score; scores have the factor log2(e). `row_sum` is the sum of
+    the softmax weights 2^(score - row_max). `acc`, fp32 [R, VALUE_DIMS], is the sum of the values
+    times their weights.
+
+    The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
     positions whose values are zero. Masks cost time, so no mask is applied to the tiles that every
     row sees as a whole: [start, masked_from). `_attend_range` computes a range of tiles.
     """
@@ -199,12 +203,16 @@ def _attend_range(
 ):
     """Return `acc`, `row_max` and `row_sum` after the positions [low, high), in tiles of C.
 
-    `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V.
-    Here `s = scale_log2 * q . k`, and with a cap `c` it becomes `c * tanh(s / c)` (Milakov and
-    Gimelshein 2018; FlashAttention). Scores and sums are fp32; products have operands of the dtype
-    of q, without TF32. The numbers of a quantized cache are not dequantized one by one:
-    instead, a position's scores are multiplied by the scale of its key, and the weight of its value
-    is multiplied by the scale of this value.
+    Each tile updates the online softmax (Milakov and Gimelshein 2018; FlashAttention). With m for
+    `row_max`, l for `row_sum`, and s for the scores of the tile's C positions, the update is
+    `m' = max(m, max_c s)`, `l' = l * 2^(m - m') + sum_c 2^(s - m')`, and `acc` likewise with V. A
+    score is `s = scale_log2 * q . k`; with a softcap, s then becomes
+    `softcap_log2 * tanh(s / softcap_log2)`.
+
+    Scores and sums are fp32. The operands of products have the dtype of `q`, and TF32 is not used.
+    The numbers of a quantized cache are not dequantized one by one: instead, a position's scores
+    are multiplied by the scale of its key, and the weight of its value is multiplied by the scale
+    of this value.
     """
     dim = tl.arange(0, DIMS)
     dim_mask = dim < D
@@ -285,8 +293,9 @@ def merge_parts(
 ):
     """Merge partial results: `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
 
-    The partial results of one row are H places apart. If no part has positions, the result is zero.
-    First, the largest exponent is subtracted from all exponents.
+    `place` is the index of the first partial result among [*, H]; the next ones follow in steps of
+    H. If no partial result has positions, the merged result is zero. To avoid overflow, the largest
+    exponent is subtracted from all exponents.
     """
     dim = tl.arange(0, DIMS)
     part = tl.arange(0, PARTS)
@@ -344,15 +353,15 @@ def group_heads(
     key_scales: torch.Tensor | None,
     value_scales: torch.Tensor | None,
 ) -> Heads:
-    """Group query heads; with latent attention, repeat the kv head as the kernel needs it.
+    """Group the query heads by kv head; with latent attention, first repeat the only kv head.
 
     The sums of all query heads over a wide latent do not fit into a program's registers. So with
     latents, the only kv head is repeated, without a copy, until each repetition has at most `most`
     query heads.
 
     Raises:
-        ValueError: values are narrower than keys, and are not a part of the keys, or there is more
-            than one kv head.
+        ValueError: values are not as wide as keys, and either are not a part of the keys, or there
+            is more than one kv head.
     """
     group = num_heads // key_cache.shape[2]
     if value_cache.shape[3] == key_cache.shape[3]:

@@ -36,7 +36,7 @@ def rows_of_tile(ends, num_maps, nth, MAPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def sources_and_places(sources, places, row, is_row):
-    """Return `sources[i]` and `places[i]` for each i in `row`; i itself where a tensor is None."""
+    """Return `sources[i]` and `places[i]` for each i in `row`, or i if the tensor is None."""
     source = row.to(tl.int64)
     place = row.to(tl.int64)
     if sources is not None:
@@ -72,10 +72,11 @@ def _grouped_linear_kernel(
     ADDS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out[places[i]] += x[sources[i]] @ w.T + b`, with w and b of row i's map, and fp32 sums.
+    """`out[places[i]] += x[sources[i]] @ w.T + b`, where w and b are weight and bias of i's map.
 
-    Each program computes COLUMNS outputs for up to ROWS rows of one map. There may be more programs
-    than tiles; programs without a tile end at once.
+    If ADDS is false, `out` is overwritten. Sums are fp32. Each program computes COLUMNS outputs for
+    up to ROWS rows of one map. There may be more programs than tiles; programs without a tile end
+    at once.
     """
     own, first, last = rows_of_tile(ends, num_maps, tl.program_id(1), MAPS, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)

@@ -1,4 +1,4 @@
-"""Linear maps with weights of 8 or 4 bits for groups of rows: each row uses an expert's map.
+"""Linear maps for groups of rows, with weights of 8 or 4 bits: each row uses an expert's map.
 
 Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features, `G` groups of
 input features.
@@ -44,9 +44,10 @@ def _grouped_quantized_linear_kernel(
     RUNS: tl.constexpr,
     NUM_STAGES: tl.constexpr,
 ):
-    """`out[places[i]] = x[sources[i]] @ (values * scale + offset) + bias`, by the map of row i.
+    """`out[places[i]] = x[sources[i]] @ (values * scale + offset) + bias` for each row i.
 
-    Tiles are those of `_grouped_linear_kernel`, and products those of `_quantized_linear_kernel`.
+    `values`, scale, offset and `bias` are those of the map of row i. Rows are divided into tiles as
+    in `_grouped_linear_kernel`. Products are computed as in `_quantized_linear_kernel`.
     """
     own, first, last = rows_of_tile(ends, num_maps, tl.program_id(1), MAPS, ROWS)
     if last > first:
@@ -97,7 +98,7 @@ def grouped_quantized_linear(
     *,
     bias: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Compute `kernels.reference.grouped_quantized_linear`; weights are contiguous.
+    """Compute `kernels.reference.grouped_quantized_linear`; weights and `bias` must be contiguous.
 
     The host reads nothing from the device, so a captured graph works for any division of the rows
     among the maps. Other rows affect a row's result only through R, which decides the tile size.

@@ -31,8 +31,8 @@ def _linear_kernel(
     """`out = x @ weight.T + bias`, with fp32 sums.
 
     There is one program for each tile of `out`. All programs add their products in the same order,
-    from the first to the last of K. Programs with the same columns run one after another, so the
-    weights are read from memory only once.
+    from the first to the last input feature. Programs with the same columns run one after another,
+    so the weights are read from memory only once.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

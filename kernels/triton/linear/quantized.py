@@ -155,7 +155,7 @@ def dequantized_product(
 
 @triton.jit
 def _number(nibbles, is_mxfp4: tl.constexpr):
-    """Return 4-bit integers, or MXFP4 numbers divided by 2^14, as fp32."""
+    """Return `nibbles` as fp32: 4-bit integers, or MXFP4 numbers divided by 2^14."""
     if is_mxfp4:
         # Read as fp16, the number is 2^14 times smaller, because fp16's exponent has a bias of 15,
         # not 1.
@@ -200,7 +200,7 @@ def _sum_splits_kernel(
     N,
     COLUMNS: tl.constexpr,
 ):
-    """Compute `out = sum of partial + bias`; the partial results are added in order of splits."""
+    """Add up the splits of `partial` in order, add `bias`, and store the sums in `out`."""
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     inside = column < N

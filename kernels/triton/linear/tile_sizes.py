@@ -33,8 +33,8 @@ FLOAT32_BY_ROWS: Final = (
     TileSizes(64, 128, 64, 8, 3),
     TileSizes(128, 128, 32, 8, 3),
 )
-"""Tile sizes for fp32 weights. These tiles have fewer input features, so that they fit into 99 KiB
-of shared memory without spills."""
+"""Tile sizes for fp32 weights. Two of these tiles have fewer input features than those of
+`BY_ROWS`, so that they fit into 99 KiB of shared memory without spills."""
 
 
 def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> TileSizes:
@@ -47,5 +47,5 @@ def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> Ti
 
 
 def fewest_rows(num_maps: int = 1) -> tuple[int, ...]:
-    """Return, for each tile size in `BY_ROWS`, the least number of rows that chooses it."""
+    """Return, for each size in `BY_ROWS`, the least number of rows for which it is chosen."""
     return (1, *(each.rows * num_maps + 1 for each in BY_ROWS[:-1]))
