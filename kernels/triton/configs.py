@@ -91,9 +91,10 @@ def config_of(kind: type[Config], device: torch.device, shape: LaunchShape) -> C
 
 @contextmanager
 def forced(config: DecodeConfig | PrefillConfig) -> Iterator[None]:
-    """In this context, a kernel uses `config` for all its launches; not thread-safe.
+    """Within the context, a kernel uses `config` for all its launches; not thread-safe.
 
-    The type of `config` says which kernel this is. Measurements and tests use this context.
+    The type of `config` says which kernel: the one for decode or for prefill attention.
+    Measurements and tests use this context.
     """
     _forced[type(config)] = config
     try:

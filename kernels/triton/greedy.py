@@ -53,7 +53,11 @@ def _row_maxima_kernel(
     num_tiles,  # C
     TILES: tl.constexpr,  # a power of two, at least C
 ):
-    """Store in `out[s]` the token of the first tile with the row's maximum; a program per row."""
+    """Store in `out[s]` the token of the first tile that has the maximum of row s.
+
+    If a tile is not finite, its maximum is infinity; then `is_finite[s]` is false. There is one
+    program for each row.
+    """
     seq = tl.program_id(0).to(tl.int64)
     tile = tl.arange(0, TILES)
     inside = tile < num_tiles

@@ -18,9 +18,10 @@ def seconds_of(launch: Callable[[], object], device: torch.device, repeats: int)
     """Return the median of `repeats` runs of `launch`, in seconds.
 
     On a GPU the launch is replayed from a CUDA graph, so that the host's time does not count.
-    Before each run, half a GiB is written, so that the inputs are read from memory, not from a
-    cache. A launch that cannot be captured is run directly; then the host's time counts if it is
-    longer than the write. On a CPU the result is the wall time, without a warm-up.
+    Before each run, half a GiB is written, so that the inputs are read from memory, not from the
+    L2 cache. If `launch` cannot be captured, it is called directly. The host then queues the launch
+    during the write, so the host's time counts only if it is longer than the write. On a CPU the
+    result is the wall time, without a warm-up.
     """
     if device.type != "cuda":
         return statistics.median(_wall_s(launch) for _ in range(repeats))

@@ -19,7 +19,7 @@ _LARGEST_BYTE: Final = 0x70  # of e4m3: finite
 
 
 class PoolLayout(Enum):
-    """Which dimension of the pool is the outermost one: block or layer."""
+    """Which dimension of a KV pool is the outermost one: block or layer."""
 
     BLOCK_MAJOR = "block"
     LAYER_MAJOR = "layer"
