@@ -13,7 +13,7 @@ deadline. `priority` (higher goes first) and `tenant` are for the scheduler's po
 A client may know several routers of a service; it uses one router until that one fails. If the
 router dies or the connection breaks, a stream with `resumable=True` pauses, and then continues
 through the same router or another. With `retry=Retry()`, `generate` and `generate_once` also repeat
-other requests, if the service refused them because it was too busy or unavailable.
+a request that is not resumable, if the service was too busy or unavailable and refused the request.
 """
 
 from quire.client.async_client import AsyncClient

@@ -62,7 +62,7 @@ class Attempts:
 
     @property
     def must_be_cancelled(self) -> bool:
-        """Whether the service would continue the request although no call reads it."""
+        """Whether the service would continue the request after the client stops reading."""
         return self._continuation.is_resumable and not self.is_complete
 
     def stream(self) -> Any:

@@ -165,7 +165,7 @@ async def _sleep(delay_s: float) -> None:
 
 
 def _traced(metadata: Metadata) -> tuple[tuple[str, str], ...]:
-    """Add the current trace context, as `open_channel` does for asyncio."""
+    """Add the current trace context to `metadata`, as `open_channel` does for asyncio."""
     return (*telemetry.inject_metadata(), *metadata)
 
 

@@ -6,7 +6,7 @@ from typing import Self
 
 
 class Closes(ABC):
-    """Calls `close` at the end of a `with` block."""
+    """An object whose `close` is called at the end of a `with` block."""
 
     @abstractmethod
     def close(self) -> None:

@@ -31,7 +31,8 @@ from quire.v1 import inference_pb2
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0
-"""A call that ends as UNAVAILABLE after this time was not refused; its connection was lost."""
+"""A call that ends as UNAVAILABLE later than this after its start was not refused; its connection
+was lost."""
 
 
 @dataclass(slots=True)
@@ -54,8 +55,8 @@ class Continuation:
 
     A broken stream is resumed. If the service cannot resume the stream, because router and
     scheduler are gone or too much time has passed, the request is sent again. With the same seed,
-    the service generates the same tokens. The part that the client has is skipped, and any
-    difference in it is an error. So the caller gets each token exactly once.
+    the service generates the same tokens. The client skips each repeated token that equals the
+    received one, and raises QuireError otherwise. So the caller gets each token exactly once.
     """
 
     def __init__(

@@ -17,7 +17,8 @@ class Retry:
     unavailable."""
     first_backoff_s: float = 0.05
     """The longest wait after the first failure. This time doubles with each further failure in a
-    row, up to `max_backoff_s`. The client waits a random time between half of it and all of it."""
+    row, up to `max_backoff_s`. The client waits a random time, from half of this
+    longest wait up to all of it."""
     max_backoff_s: float = 1.0
     resume_within_s: float = 30.0
     """How long the client tries to resume a broken stream."""
@@ -33,12 +34,12 @@ NO_RETRY = Retry(max_attempts=1)
 
 
 class RetryBudget:
-    """Stops retries while most calls of a client fail. Thread-safe.
+    """Stops retries while many calls of a client fail. Thread-safe.
 
     The method is gRPC's retry throttling (gRFC A6). A bucket holds `capacity` tokens. Each failed
     call takes one token out, and each call that succeeds puts a tenth of a token back. The client
-    retries only while the bucket is more than half full. So a service that keeps failing gets at
-    most a tenth more calls.
+    retries only while the bucket is more than half full. So in the long run, retries
+    add at most a tenth to the calls.
     """
 
     def __init__(self, capacity: float = 10.0) -> None:
