@@ -8,7 +8,7 @@ from pathlib import Path
 
 
 def invocation() -> str:
-    """Return a command such as `quire`, `.venv/bin/quire` or `.venv/bin/python -m quire.cli`."""
+    """Return a command that runs `quire`, for example `.venv/bin/python -m quire.cli`."""
     program = sys.argv[0]
     found = shutil.which("quire")
     if found is not None and os.path.realpath(found) == os.path.realpath(program):
@@ -21,7 +21,8 @@ def invocation() -> str:
 def _from_here(program: str) -> str:
     """Return the path of a program, relative if the program is in the working directory or below.
 
-    Links are not resolved, because a virtual environment's Python is a link.
+    Links are not resolved, because a virtual environment's Python is a link to a Python that does
+    not find Quire.
     """
     path, here = Path(program).absolute(), Path.cwd()
     if path.parent == here:

@@ -61,7 +61,8 @@ async def wait_until_ready(
 ) -> None:
     """Poll until all processes are ready.
 
-    `show` gets the answers of each round. `check` is called in each round, and may raise an error.
+    `check` is called before each poll, and may raise an error. `show` gets the answers after each
+    poll.
     """
     readiness = dict.fromkeys(name_to_address, STARTING)
     async with aiohttp.ClientSession() as session:

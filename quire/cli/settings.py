@@ -17,8 +17,8 @@ class RouterClientSettings(LinkSettings):
     """The flags of all commands that call a router."""
 
     api_key: SecretStr = SecretStr("")
-    """The API key, if the router requires one. Prefer the environment variable, since other users
-    can see a command line."""
+    """The API key, if the router requires one. Prefer the environment variable QUIRE_API_KEY to
+    this flag, since other users can see a command line."""
 
 
 class RouterTargetSettings(RouterClientSettings):
@@ -41,7 +41,7 @@ class ClientSettings(RouterTargetSettings):
     temperature: float | None = None
     """Randomness of the sampling; 0 always chooses the likeliest token; default: 1."""
     top_p: float | None = None
-    """Sample from the likeliest tokens with this total probability; default: all tokens."""
+    """Sample from the likeliest tokens that together have this probability; default: all tokens."""
     top_k: int = 0
     """Sample from this many of the likeliest tokens; 0: all tokens."""
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
@@ -58,7 +58,8 @@ class EmbedSettings(RouterTargetSettings):
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
     pooling: Literal["last", "mean", "cls"] | None = None
-    """Which hidden states become the embedding; default: the model's choice."""
+    """Which hidden states become the embedding: the last token's, the mean of all tokens', or the
+    first token's (cls); default: the model's choice."""
     normalize: bool | None = None
     """Whether to scale embeddings to length 1; default: the model's choice."""
     dimensions: PositiveInt | None = None
@@ -77,7 +78,8 @@ class GenerateSettings(ClientSettings):
     length_penalty: Annotated[float, Field(ge=-5, le=5)] = 1.0
     """With --beam-width: values above 0 favour longer outputs."""
     early_stopping: Literal["false", "true", "never"] = "false"
-    """With --beam-width: when the search stops, as in transformers."""
+    """With --beam-width: when the beam search stops; the values are those of `early_stopping` in
+    transformers."""
     stop: str = ""
     """Text that ends the output; empty: none."""
     cache_pin_s: Annotated[float, Field(gt=0, le=86400)] | None = None
@@ -95,7 +97,10 @@ class GenerateSettings(ClientSettings):
 
 
 class ChatSettings(ClientSettings):
-    """Chat with the model, streaming; /new starts a new conversation, /quit or Ctrl-D ends it."""
+    """Chat with the model, streaming.
+
+    /new starts a new conversation; /quit or Ctrl-D ends the command.
+    """
 
     system: str = ""
     """The system message at the start of the conversation."""
@@ -112,7 +117,7 @@ class BatchSettings(RouterClientSettings):
     model_config = SettingsConfigDict(cli_shortcuts={"output": "o"})
 
     file: CliPositionalArg[Path]
-    """The file, in the format of OpenAI's batches."""
+    """The file of requests, in the format of OpenAI's batches."""
     output: Path
     """Where to write the answers, in the format of OpenAI's batches."""
     url: str = ""
@@ -153,8 +158,8 @@ class BenchSettings(RouterClientSettings):
     output_len: PositiveInt = 64
     """Tokens per output."""
     profile: Path | None = None
-    """Write a timeline of all processes to this file, for ui.perfetto.dev, and show where the time
-    of a step goes. Not allowed with --target."""
+    """Write a timeline of all processes to this file, for ui.perfetto.dev, and show how much time
+    each process spent in each kind of span. Not allowed with --target."""
 
     @model_validator(mode="after")
     def _profile_needs_its_own_service(self) -> Self:
@@ -165,11 +170,14 @@ class BenchSettings(RouterClientSettings):
 
 
 class StatusSettings(RouterTargetSettings):
-    """Show the service's processes, their health and their load. Exits with 0 if all are ready."""
+    """Show the processes of services, each with its health, and the load of each service.
+
+    Exits with 0 if all processes are ready and the load can be read.
+    """
 
     target: str = ""
-    """gRPC address of a router, host:port or unix:/path: show only its load; empty: show the
-    services on this machine."""
+    """gRPC address of a router, host:port or unix:/path: show only the load of its service; empty:
+    show the services on this machine."""
     http_port: ServicePort | None = None
     """Choose the service on this machine by its router's HTTP port; default: all services."""
 
@@ -186,7 +194,7 @@ class KvSettings(RouterTargetSettings):
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
     """Maximum number of sequences to show per worker."""
     json_: Annotated[bool, Field(alias="json")] = False
-    """Print JSON, with block tables and ref counts."""
+    """Print JSON, with block tables and reference counts."""
 
 
 class TopSettings(RouterTargetSettings):
@@ -214,18 +222,19 @@ class _ChosenRequests(RouterTargetSettings):
 
 
 class UsageSettings(RouterTargetSettings):
-    """Show how many requests and tokens were used, from the router's store (--turn-store).
+    """Show how many requests and tokens the router's store (--turn-store) has recorded.
 
     This command is for operators.
     """
 
     since: str = "24h"
     """The beginning of the period: an age such as 90m, 24h or 30d, or a time such as 2026-11-01 or
-    2026-11-01T08:00+01:00, in UTC by default. The hour that contains it counts as a whole."""
+    2026-11-01T08:00+01:00. A time without an offset is in UTC. The hour that contains the beginning
+    counts as a whole."""
     until: str = ""
     """The end of the period, as an age or a time; empty: now."""
     by: Annotated[tuple[str, ...], NoDecode] = ("tenant", "model")
-    """What to group the sums by, separated by commas: hour, day, tenant, key, model, adapter."""
+    """What to group the numbers by, separated by commas: hour, day, tenant, key, model, adapter."""
     json_: Annotated[bool, Field(alias="json")] = False
     """Print one JSON object for each row."""
 
@@ -273,7 +282,7 @@ class SchedulerClientSettings(LinkSettings):
     http_port: ServicePort | None = None
     """Choose the service on this machine by its router's HTTP port; default: the only service."""
     served_model: str = ""
-    """The name of the model; required if the service has several."""
+    """The model whose scheduler to call; required if the service has several models."""
 
 
 class DefragmentSettings(SchedulerClientSettings):
@@ -287,8 +296,8 @@ class DefragmentSettings(SchedulerClientSettings):
 class ResizeSettings(SchedulerClientSettings):
     """Resize a worker's KV pool while the worker runs, for example to make room for another model.
 
-    Before a pool shrinks, the KV in the blocks to remove moves to other blocks. If there is not
-    enough room for this KV, sequences are preempted. Set --blocks or --gib.
+    Before a pool shrinks, the KV in the blocks beyond its new end moves to other blocks. If there
+    is not enough room for this KV, sequences are preempted. Set --blocks or --gib.
     """
 
     worker: str = ""
@@ -309,8 +318,9 @@ class ResizeSettings(SchedulerClientSettings):
 class UnloadSettings(SchedulerClientSettings):
     """Free a worker's device: drop weights, KV and adapters, and keep the process.
 
-    The worker's requests continue on other workers of the model. If there are none, the requests
-    wait, and keep the tokens that they have. `quire load` loads the model again, or another one.
+    The worker's requests continue on other workers of the model. If the model has no other workers,
+    the requests wait, and keep the tokens that they have. `quire load` loads the model again, or
+    another one.
     """
 
     worker: CliPositionalArg[str] = ""
@@ -320,9 +330,9 @@ class UnloadSettings(SchedulerClientSettings):
 class LoadSettings(SchedulerClientSettings):
     """Load the model of an unloaded worker, and show the progress.
 
-    With --model, the worker loads a new model instead. The new model is served as soon as no worker
-    serves the old one; requests that still wait for the old model then end. In requests, the new
-    model has the name of its directory.
+    With --model, the worker loads a new model instead. As soon as no worker serves the old model,
+    the service switches to the new model, and requests that still wait for the old model end with
+    an error. In requests, the new model has the name of its directory.
     """
 
     worker: CliPositionalArg[str] = ""
@@ -336,8 +346,8 @@ class LoraSettings(SchedulerClientSettings):
     """List the LoRA adapters of a running service, load one, or unload one.
 
     `quire lora load NAME=DIR` loads an adapter at every worker. DIR is a directory in PEFT's format
-    on the workers' machines. From then on, requests for the model NAME use the adapter. `quire lora
-    unload NAME` refuses new requests for the adapter immediately, and returns when its live
+    on the workers' machines. Once the adapter is loaded, requests for the model NAME use it. `quire
+    lora unload NAME` refuses new requests for the adapter immediately, and returns when its live
     requests have ended.
     """
 
@@ -371,8 +381,8 @@ class MigrateSettings(SchedulerClientSettings):
 class DrainSettings(RouterClientSettings):
     """Drain and end one process: a router, a scheduler or a worker, on any machine.
 
-    A router ends resumable streams, which clients resume at other routers. A worker's sequences
-    move to other workers. The exit code is 0 if the process has drained.
+    A draining router ends resumable streams, which clients resume at other routers. The sequences
+    of a draining worker move to other workers. The exit code is 0 if the process has drained.
     """
 
     target: CliPositionalArg[str]
@@ -437,16 +447,17 @@ class QuantizeSettings(_CommandSettings):
 
 
 class ReplaySettings(_CommandSettings):
-    """Replay a recording of a scheduler (`--record`). Exits with 1 if a plan differs.
+    """Replay a recording of a scheduler (`--record`).
 
-    Shows totals and, for each preemption, its step, sequence, reason and cost. To simulate another
-    policy, use `bench/policy_study.py`.
+    Shows totals and, for each preemption, its step, sequence, reason and cost. Exits with 1 if a
+    replayed plan differs from the recorded one. To simulate another policy, use
+    `bench/policy_study.py`.
     """
 
     file: CliPositionalArg[Path]
     """The recording of one worker."""
     step: PositiveInt | None = None
-    """Instead of the totals, show the full plan of this step."""
+    """Show the full plan of this step, and nothing else."""
 
 
 class DownSettings(_CommandSettings):
@@ -461,8 +472,8 @@ class DownSettings(_CommandSettings):
 class LogsSettings(_CommandSettings):
     """Show the logs of a service's processes, in order of time.
 
-    If no service is up, shows the logs of the last service. The logs of the last five services are
-    kept.
+    If no service is up, shows the logs of the service that ended last. The logs of the five
+    services that ended last are kept.
     """
 
     process: CliPositionalArg[str] = ""
@@ -480,9 +491,9 @@ class LogsSettings(_CommandSettings):
 class RestartSettings(_CommandSettings):
     """Restart the processes of a service that `quire up` started, one after another.
 
-    Each process drains and ends; the next one follows when the process that replaces it is ready.
-    Streams pause while a worker or the scheduler restarts. While the router restarts, calls are
-    refused, and clients retry.
+    Each process drains and ends. When the process that replaces it is ready, the command goes on to
+    the next process. Streams pause while a worker or the scheduler restarts. While the router
+    restarts, calls are refused, and clients retry.
     """
 
     names: CliPositionalArg[tuple[str, ...]] = ()

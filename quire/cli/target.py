@@ -38,7 +38,7 @@ def services_at(http_port: int | None) -> list[ServiceInfo]:
 
 
 def find_service(http_port: int | None) -> ServiceInfo:
-    """Return the service with this port or, if `http_port` is None, the only service.
+    """Return the service whose router has `http_port`; None: return the only service.
 
     Raises:
         CommandError: There is no such service, or there are several.
@@ -54,7 +54,7 @@ def find_service(http_port: int | None) -> ServiceInfo:
 
 
 def find_target(settings: RouterTargetSettings) -> str:
-    """Return the router that the settings choose, or the default."""
+    """Return the gRPC target of the router that the settings choose, else `DEFAULT_TARGET`."""
     if settings.target:
         return settings.target
     service = _find_service_if_any(settings.http_port)
@@ -62,7 +62,7 @@ def find_target(settings: RouterTargetSettings) -> str:
 
 
 def find_operator_targets(settings: RouterTargetSettings) -> tuple[str, ...]:
-    """Return the addresses for operators' calls to all routers of the chosen service.
+    """Return, for each router of the chosen service, the target for operators' calls.
 
     If --target is set, or no service is found, return only the target of `find_target`.
     """
@@ -95,7 +95,7 @@ def _find_scheduler(http_port: int | None, default: str, model: str = "") -> str
 
 
 def _serving(targets: str) -> str:
-    """Return the target of the scheduler that serves; commas separate `targets`.
+    """Return that one of the comma-separated `targets` at which a scheduler serves.
 
     A scheduler that stands by does not listen.
     """

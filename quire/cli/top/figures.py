@@ -79,7 +79,7 @@ class TierSum:
 
 
 def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: int) -> Snapshot:
-    """Query the router and, if its `service` is known, read its metrics.
+    """Query the router and, if `service` is given, read the router's metrics.
 
     Raises:
         QuireError: The router does not answer, or refuses the query.
@@ -96,7 +96,7 @@ def take_snapshot(client: Client, service: ServiceInfo | None, max_sequences: in
 
 
 def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, StepRates]:
-    """Return the rates of the workers that were attached at both snapshots."""
+    """Return the rates of the workers that stayed attached between the snapshots."""
     took_s = after.taken_at_s - before.taken_at_s
     name_to_before = {it.worker: it for it in before.activity}
     rates = {}

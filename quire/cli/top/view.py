@@ -147,7 +147,7 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
 
 
 def bar(state_to_num: Mapping[str, int], width: int = _BAR_WIDTH) -> Text:
-    """Draw shares of a whole as a bar; each state that has blocks gets at least one cell."""
+    """Draw the numbers of blocks as a bar; a state with blocks gets at least one character."""
     whole = sum(state_to_num.values())
     text = Text()
     if not whole:
@@ -219,7 +219,7 @@ def _worker_cells(it: WorkerActivity, kv: WorkerKv | None, rates: StepRates | No
 
 
 def _quantile_ms(values: Sequence[float], share: float) -> str:
-    """Return a quantile of ascending values, in milliseconds."""
+    """Return the quantile `share` of ascending durations in seconds, as text in milliseconds."""
     return f"{1000 * values[int(share * (len(values) - 1))]:.1f}" if values else "-"
 
 

@@ -34,14 +34,14 @@ class ProcessSpec:
     http_address: str
     """The address at which the process answers probes, "host:port"."""
     stop_group: int = 0
-    """Groups stop one after another in ascending order; the processes of a group stop together."""
+    """Processes with a lower number stop first; processes with the same number stop together."""
     environment: Mapping[str, str] = field(default_factory=dict)
     harmless_exit_code: int | None = None
-    """If the process ends with this exit code during the start, it is started again."""
+    """If the process ends with this exit code during the service's start, it is started again."""
 
 
 class Child:
-    """A running process in a separate session, which gets no signals from the terminal."""
+    """A process in a separate session, which gets no signals from the terminal."""
 
     def __init__(
         self, spec: ProcessSpec, process: asyncio.subprocess.Process, log_file: Path
@@ -104,10 +104,11 @@ def describe_exit(code: int) -> str:
 def _until_parent_ends(argv: tuple[str, ...]) -> tuple[str, ...]:
     """Return a command that runs `argv` and that the kernel kills when this process ends.
 
-    Only Linux can kill the command then; elsewhere, children survive a parent that is killed. On
+    Only Linux kills the command; on other systems, children survive when their parent is killed. On
     Linux the command is a short Python program (`_BECOME`), which asks the kernel to send it
-    SIGKILL when its parent ends, and then becomes `argv` by `execv`. `preexec_fn` would run Python
-    between fork and exec, which may hang in a process with threads.
+    SIGKILL when its parent ends, and then becomes `argv` by `execv`. The argument `preexec_fn` of
+    `subprocess` is not used, because it would run Python between fork and exec, which may hang in a
+    process with threads.
 
     Raises:
         FileNotFoundError: There is no program `argv[0]`.

@@ -40,13 +40,14 @@ class Layout:
 
 
 def choose_models(settings: UpSettings) -> Mapping[str, str]:
-    """Return the models' locations by name, in order.
+    """Return the models' locations by name, in the order of --model.
 
-    Paths become absolute; names on the hub and URLs stay as they are. With --demo and no --model,
-    the demo's model is downloaded if necessary; without a network, the shipped model is used.
+    Paths become absolute; names on the hub and URLs stay as they are. Without --model, the shipped
+    model is chosen, or with --demo the demo model, which is downloaded if necessary. If the
+    download fails, the shipped model is chosen.
 
     Raises:
-        ModelError: A location cannot be a model, or two models have the same name.
+        ModelError: A location holds no model, or two models have the same name.
     """
     models = [_checked(model) for model in settings.model] or [_default_model(settings)]
     names = settings.served_model_name or tuple(map(name_of, models))
@@ -87,7 +88,11 @@ def _checked(model: str) -> str:
 
 
 def choose_ports(settings: UpSettings) -> ServicePorts:
-    """Choose a port for each flag; if a port is in use, raises PortError that names the flag."""
+    """Choose the service's ports: those that flags give, and free ones where flags give none.
+
+    Raises:
+        PortError: A port that a flag gives cannot be used; the message names the flag.
+    """
     taken: set[int] = set()
 
     def choose(flag: str, asked: int | None, default: int = 0) -> int:
@@ -135,7 +140,7 @@ def plan(
     directory: Path,
     environment: Mapping[str, str],
 ) -> Layout:
-    """Make the command lines. The processes talk through Unix sockets in `directory`."""
+    """Plan the service's processes, which talk through Unix sockets in `directory`."""
     processes = Processes(settings, models, chosen, directory, environment)
     targets = {name: processes.scheduler_targets(cell) for cell, name in enumerate(models)}
     first, *others = (f"unix:{path}" for path in processes.operator_sockets)

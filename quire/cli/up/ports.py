@@ -10,7 +10,7 @@ _WILDCARDS = {"0.0.0.0": "127.0.0.1", "::": "::1", "": "127.0.0.1"}  # noqa: S10
 
 
 class PortError(Exception):
-    """A port cannot be used. The message names the flag and the port."""
+    """A port cannot be used. The message names the flag and its value."""
 
 
 def join(host: str, port: int) -> str:
@@ -24,7 +24,7 @@ def reachable(host: str) -> str:
 
 
 def require_free(host: str, port: int, flag: str) -> int:
-    """Return `port`, or a free port if `port` is 0; if `port` is taken, raise PortError."""
+    """Return `port`, or a free port if `port` is 0; raises PortError if `port` is in use."""
     try:
         return _bind(host, port)
     except OSError as error:
@@ -33,7 +33,7 @@ def require_free(host: str, port: int, flag: str) -> int:
 
 
 def prefer(host: str, port: int, taken: Collection[int]) -> int:
-    """Return `port` if it is free and not in `taken`; otherwise, or if it is 0, any free port."""
+    """Return `port` if it is neither 0, in use nor in `taken`; else a free port not in `taken`."""
     if port not in taken and 0 < port <= 65535:  # noqa: PLR2004 - the largest port
         with contextlib.suppress(OSError):
             return _bind(host, port)

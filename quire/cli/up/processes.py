@@ -250,10 +250,10 @@ def _secrets(settings: UpSettings) -> dict[str, str]:
 
 
 def _turn_store(settings: UpSettings, name: str, environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the turn store as an environment variable.
+    """Return --turn-store, the store of responses, as an environment variable.
 
-    By default, the store is a file whose name has the model and the port, so that a restarted
-    service finds it again.
+    By default, the store is a file whose name contains the model's name and the service's port, so
+    that a restarted service finds the file again.
     """
     place = settings.turn_store
     if not place and settings.http_port and not settings.attached:
@@ -279,7 +279,10 @@ def _without_our_own(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _devices(settings: UpSettings, index: int, environment: Mapping[str, str]) -> dict[str, str]:
-    """Assign separate GPUs to each of several workers."""
+    """Return the environment variable that assigns GPUs to worker `index`.
+
+    Each of several workers gets separate GPUs; a single worker needs no variable.
+    """
     if settings.num_workers == 1:
         return {}
     count = settings.devices_per_worker

@@ -13,7 +13,7 @@ _MAX_STATUS_CHARS: Final = 72
 
 
 class _Lines:
-    """Prints a line for each new status, and for each quarter of a status's progress."""
+    """Prints a line when a process's status changes, or its progress passes 25, 50, 75 or 100 %."""
 
     def __init__(self) -> None:
         self._shown: dict[str, tuple[str, int]] = {}

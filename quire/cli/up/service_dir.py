@@ -1,8 +1,9 @@
 """The private directory of one running service: sockets, logs, and a description of the service.
 
-All services of a user have their directories in one parent. Each directory holds `service.json`,
-and a `lock` file that the supervisor keeps locked while it runs. So the lock shows whether the
-service runs. A pid would not show this, because the pid of an ended process may be used again.
+All services of a user have their directories in one parent directory. Each directory holds
+`service.json`, and a `lock` file that the supervisor keeps locked while it runs. So the lock shows
+whether the service runs. A pid would not show this, because the pid of an ended process may be used
+again.
 """
 
 import contextlib
@@ -54,11 +55,12 @@ class ServiceInfo:
     operator_target: str = ""
     """The router's gRPC target for operators; empty in files of older releases."""
     models: Mapping[str, str] = field(default_factory=dict)
-    """The location of each model, by its name, in order; empty in files of older releases."""
+    """The location of each model, by its name, in the order of --model; empty in files of older
+    releases."""
     scheduler_targets: Mapping[str, str] = field(default_factory=dict)
     """Each model's `scheduler_target`, by model name; empty in files of older releases."""
     other_operator_targets: tuple[str, ...] = ()
-    """The operator targets of the service's other routers; empty in files of older releases."""
+    """The `operator_target` of each router after the first; empty in files of older releases."""
     flags: Mapping[str, str] = field(default_factory=dict)
     """The values of the flags of `quire up`, by name; empty in files of older releases."""
     has_tls: bool = False

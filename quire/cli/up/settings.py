@@ -102,7 +102,8 @@ class UpSettings(ProcessSettings):
     ~/.cache/quire. Models from the hub are in the hub's own cache (HF_HOME)."""
     served_model_name: Annotated[tuple[str, ...], NoDecode] = ()
     """The name that requests use for the model; empty: the name of the model's directory or file,
-    or its name on the hub. If there are several models, give one name for each, in their order."""
+    or its name on the hub. If there are several models, give one name for each, in the order of
+    --model."""
     on_demand: PositiveInt | None = None
     """Maximum number of models loaded at once. A model that a request needs replaces the least
     recently used model (docs/operations.md). Default: all models are loaded."""
@@ -125,7 +126,7 @@ class UpSettings(ProcessSettings):
     """The syntax of the model's thinking: a name in docs/clients.md, none, or your `Thinking` as
     package.module:NAME; empty: detected from the model's chat template."""
     workers: Annotated[int, Field(ge=1, le=64)] = 1
-    """How many workers to start. With CUDA, each worker has separate devices."""
+    """How many workers to start for each model. With CUDA, each worker has separate devices."""
     prefill_workers: Annotated[int, Field(ge=0, le=64)] = 0
     """How many workers compute prompts. When a request's prompt has been computed, the request
     moves with its KV to a decode worker (docs/fleet.md). Set this flag together with
@@ -134,11 +135,11 @@ class UpSettings(ProcessSettings):
     """How many workers decode. Set this flag together with --prefill-workers."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many routers to start. They share --http-port and --grpc-port. Each router gets some of
-    the connections, so a client should open several. docs/performance.md says what a token costs at
-    a router."""
+    the connections, so a client should open several connections. docs/performance.md says what a
+    token costs at a router."""
     standby: bool = False
-    """Start a second scheduler for each model. One of the two serves; if it dies or hangs, the
-    other takes over within a few seconds (docs/failure.md)."""
+    """Start a second scheduler for each model. One scheduler serves; if this scheduler dies or
+    hangs, the other takes over within a few seconds (docs/failure.md)."""
     device: Annotated[str, Field(pattern=r"^(auto|cpu|cuda(:\d+)?)$")] = "auto"
     """Where the workers compute: cpu, cuda or cuda:N; auto is cuda if there is a GPU, else cpu."""
     tensor_parallel_size: PositiveInt = 1
@@ -147,8 +148,8 @@ class UpSettings(ProcessSettings):
     """Number of pipeline stages per worker; each stage has some of the layers, on devices of its
     own."""
     simulate: Annotated[int, Field(ge=1, le=1024)] | None = None
-    """Start this many simulated workers, in one process, instead of real ones. A step takes as long
-    as on a GPU, but computes nothing, and the text is random."""
+    """For each model, start this many simulated workers in one process, instead of real workers. A
+    step takes as long as on a GPU, but computes nothing, and the text is random."""
     http_port: Port = 8000
     """HTTP port of the router, with OpenAI's API; 0 picks a free one."""
     grpc_port: Port = 50051
@@ -206,8 +207,8 @@ class UpSettings(ProcessSettings):
     """How to preempt a sequence: swap its KV to host memory, or recompute its KV later; default:
     cost, which chooses the cheaper way."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
-    """How many times as long a step that decodes may take if it also computes a part of a long
-    prompt; inf: no limit; default: the scheduler's default, 1.4."""
+    """A step that decodes may take this many times as long with a part of a long prompt as without
+    it; inf: no limit; default: the scheduler's default, 1.4."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] | None = None
     """Longest duration of a step with prompt tokens, in seconds; inf: no limit; default: the
     scheduler's default, 2."""
@@ -223,7 +224,8 @@ class UpSettings(ProcessSettings):
     num_draft_tokens: PositiveInt | None = None
     """Maximum number of tokens to propose at a time; default: the worker's default, 4."""
     draft_model: ModelName | None = None
-    """The model that proposes tokens, given like --model; both must have the same vocabulary."""
+    """The model that proposes tokens, given like --model; it must have the vocabulary of the served
+    model."""
     ngram_min: PositiveInt | None = None
     """Length in tokens of the shortest n-gram to look up for a proposal; default: the worker's
     default, 2."""
@@ -234,7 +236,7 @@ class UpSettings(ProcessSettings):
     """Threads of each worker that computes on a CPU; default: all cores, shared evenly."""
     api_key: Annotated[tuple[SecretStr, ...], NoDecode] = ()
     """API keys, separated by commas; each call to the router must have one of them. Prefer the
-    environment variable, since other users can see a command line."""
+    environment variable QUIRE_API_KEY to this flag, since other users can see a command line."""
     api_keys_file: Path | None = None
     """TOML file with API keys, their tenants, and the tenants' quotas (docs/security.md)."""
     turn_store: str = ""
@@ -242,8 +244,8 @@ class UpSettings(ProcessSettings):
     file for SQLite, postgresql://…, or none. Empty: MODEL-PORT.sqlite in
     ~/.local/share/quire/turns, but none with --http-port 0 or --attached."""
     turn_retention_days: Annotated[float, Field(gt=0)] | None = None
-    """How many days stored responses, files and batches are kept after their end; default: the
-    router's default, 30."""
+    """How many days a response is kept after its end, and a file or an ended batch after its
+    creation; default: the router's default, 30."""
     usage_retention_days: Annotated[float, Field(gt=0)] | None = None
     """How many days usage (`quire usage`) is kept; default: the router's default, 400."""
     audit_log: Path | None = None
@@ -255,8 +257,8 @@ class UpSettings(ProcessSettings):
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
     """How many new tokens of a stream to send together; default: the router's default, 1."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of requests to trace, if --otlp-traces-endpoint is set and the client's traceparent
-    does not decide; default: the router's default, 0.01."""
+    """Share of the requests without a traceparent to trace; needs --otlp-traces-endpoint; default:
+    the router's default, 0.01."""
     detach: bool = False
     """Return when the service is ready, and leave it running; `quire down` stops it."""
     demo: bool = False

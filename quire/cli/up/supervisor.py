@@ -53,10 +53,9 @@ class _Slot:
 class Supervisor:
     """Owns the children of one service.
 
-    A process that ends is restarted. But before `mark_started` is called, only a process that ends
-    with its `harmless_exit_code` is restarted; another exit code ends `run` with StartError.
-    `report` gets messages for the user. `on_change` is called after each start and each end of a
-    process.
+    A process that ends is restarted. Until `mark_started` is called, however, `run` raises
+    StartError if a process ends with another exit code than its `harmless_exit_code`. `report` gets
+    messages for the user. `on_change` is called after each start and each end of a process.
     """
 
     def __init__(
@@ -106,7 +105,7 @@ class Supervisor:
         ]
 
     async def run(self) -> None:
-        """Run until `stop`; when this method returns or raises an error, no process is left.
+        """Run the processes until `stop` is called; no process is left when this method ends.
 
         May raise StartError.
         """
@@ -201,7 +200,7 @@ class Supervisor:
             await asyncio.gather(*(child.wait() for child in children))
 
     async def _wait_for_end(self, children: Sequence[Child]) -> None:
-        """Wait until all processes have ended, time is up, or `stop` is called again."""
+        """Wait until `children` have ended, their drain time is over, or `stop` is called again."""
         ended = asyncio.gather(*(child.wait() for child in children))
         forced = asyncio.create_task(self._forced.wait())
         timeout_s = self._drain_s + _STOP_SLACK_S

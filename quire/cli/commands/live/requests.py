@@ -41,7 +41,7 @@ def main(argv: Sequence[str]) -> int:
 def filter_of(
     tenant: str | None, older_than_s: float | None, request_id: str = ""
 ) -> requests_pb2.RequestFilter:
-    """Make a call's filter from the values of flags."""
+    """Make the filter of a `ListRequests` or `CancelRequests` call from the values of flags."""
     return requests_pb2.RequestFilter(request_id=request_id, tenant=tenant, min_age_s=older_than_s)
 
 
@@ -49,7 +49,10 @@ def filter_of(
 def calling_operator(
     settings: RouterTargetSettings, target: str
 ) -> Iterator[tuple[RequestServiceStub, tuple[tuple[str, str], ...]]]:
-    """Yield a stub for a router's operator calls, and the calls' metadata, with the API key."""
+    """Yield a stub for operators' calls to the router at `target`, and the metadata of these calls.
+
+    The metadata has the API key, if the settings have one.
+    """
     key = settings.api_key.get_secret_value()
     metadata = (("authorization", f"Bearer {key}"),) if key else ()
     with (

@@ -1,4 +1,4 @@
-"""`quire unload`: frees the device of one or all workers until `quire load`."""
+"""`quire unload`: frees the device of one worker or of all, until `quire load` loads a model."""
 
 from collections.abc import Sequence
 

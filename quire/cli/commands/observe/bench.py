@@ -1,4 +1,4 @@
-"""`quire bench`: measures a service under load, and shows where its time goes."""
+"""`quire bench`: measures a service under load; with --profile, also shows where the time goes."""
 
 import asyncio
 import contextlib
@@ -53,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
 
 @dataclass(frozen=True, slots=True)
 class _Result:
-    """What one run of the benchmark measured; durations are in seconds."""
+    """The measurements of one run of the benchmark; durations are in seconds."""
 
     began_ns: int
     """When the run began, on the clock of `time.monotonic_ns`, which all processes of a machine

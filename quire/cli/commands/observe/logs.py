@@ -20,12 +20,12 @@ from rpc.settings import parse_settings
 
 _POLL_S: Final = 0.2
 _SUPERVISOR: Final = "up"
-"""The name of the supervisor's log. Its lines have another format, so only `quire logs up` shows
-them."""
+"""The name of the supervisor's log. This log has another format than the processes' logs, so only
+`quire logs up` shows it."""
 
 
 _OWN: Final = ("service",)
-"""Log fields that are left out, because each shown line begins with the process's name."""
+"""Log fields that are never shown: each line begins with the process's name instead."""
 _ALIKE: Final = (*_OWN, "request_id", "trace_id")
 """Log fields that --request leaves out, because they are equal in all lines about a request."""
 
@@ -37,7 +37,7 @@ class _LogLine:
     fields: dict[str, Any] | None
     """The fields of a JSON line; None: the line is not JSON, as with --log-format console."""
     timestamp: str
-    """The line's time; a line without a time gets the time of the previous line."""
+    """The line's time; a line without a time gets the time of its process's previous line."""
 
 
 def main(argv: Sequence[str]) -> int:

@@ -11,7 +11,7 @@ from scheduler_svc.journal.report import describe, plan_lines
 
 
 def main(argv: Sequence[str]) -> int:
-    """Return the exit code, which is 1 if a replayed plan differs from the recorded one."""
+    """Run `quire replay`; return 1 if a replayed plan differs from the recorded one, else 0."""
     settings = parse_settings(ReplaySettings, "quire replay", argv)
     try:
         with settings.file.open("rb") as file:

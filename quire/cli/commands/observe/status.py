@@ -1,4 +1,4 @@
-"""`quire status`: shows the processes of services, their health and their load."""
+"""`quire status`: shows services' processes, each with its health, and each service's load."""
 
 import asyncio
 from collections.abc import Sequence
@@ -109,7 +109,7 @@ def _show_load(console: Console, target: str, settings: StatusSettings, model: s
 
 
 def describe_load(load: Load) -> str:
-    """Describe the load in lines: sequences, the blocks of each tier, the prefix cache."""
+    """Describe the load in several lines: sequences, the blocks of each tier, the prefix cache."""
     num_used = load.num_blocks - load.num_free_blocks - load.num_cached_blocks
     sequences = (
         f"load: {load.num_requests_running} of {load.max_num_seqs} sequences running,"

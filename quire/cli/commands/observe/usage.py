@@ -57,7 +57,11 @@ def main(argv: Sequence[str]) -> int:
 
 
 def unix_time(text: str, flag: str, now: float) -> float:
-    """Return the Unix time that a flag gives; raises CommandError if `text` is not a time."""
+    """Return the Unix time of `text`, the value of `flag`: a time, or an age before `now`.
+
+    Raises:
+        CommandError: `text` is neither a time nor an age.
+    """
     if ago := re.fullmatch(r"(\d{1,9})([mhd])", text):
         return max(0.0, now - int(ago[1]) * _UNIT_TO_S[ago[2]])
     try:

@@ -207,7 +207,7 @@ def _become_daemon(
 ) -> None:
     """Supervise without a terminal, and exit. Errors go to the log.
 
-    A CommandError is also written to `report_failure`, the pipe that the parent reads.
+    A CommandError is also written to `report_failure`, the pipe that `_detach` reads.
     """
     code = 1
     try:
