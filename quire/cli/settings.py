@@ -47,14 +47,14 @@ class ClientSettings(RouterTargetSettings):
     seed: Annotated[int, Field(ge=0, lt=2**64)] | None = None
     """Seed of the random draws; the same seed gives the same output."""
     timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The request's deadline, in seconds; default: none."""
+    """The request's time limit, in seconds; default: none."""
 
 
 class EmbedSettings(RouterTargetSettings):
     """Turn texts into embeddings, and print each embedding as a JSON list on one line."""
 
     texts: CliPositionalArg[tuple[str, ...]]
-    """The texts; - reads them from standard input, one per line."""
+    """The texts; `-` stands for the lines of standard input."""
     served_model_name: str = ""
     """The model's name; empty: the only served model."""
     pooling: Literal["last", "mean", "cls"] | None = None
@@ -70,7 +70,7 @@ class GenerateSettings(ClientSettings):
     """Continue a prompt, streaming."""
 
     prompt: CliPositionalArg[str]
-    """The text to continue; - reads standard input."""
+    """The text to continue; `-` stands for standard input."""
     n: PositiveInt = 1
     """Number of outputs; if there are several, each is shown when it is complete."""
     beam_width: Annotated[int, Field(ge=2, le=10)] | None = None
@@ -183,7 +183,7 @@ class StatusSettings(RouterTargetSettings):
 
 
 class KvSettings(RouterTargetSettings):
-    """Show a map of each worker's KV blocks, and its live sequences with their blocks."""
+    """For each worker, show a map of the KV blocks, and the live sequences with their blocks."""
 
     worker: str = ""
     """Show only the worker with this address; empty: all workers."""
@@ -305,7 +305,7 @@ class ResizeSettings(SchedulerClientSettings):
     blocks: Annotated[int, Field(ge=1)] | None = None
     """The new number of device blocks."""
     gib: Annotated[float, Field(gt=0, allow_inf_nan=False)] | None = None
-    """The new memory of the device blocks, in GiB."""
+    """The new total size of the device blocks, in GiB."""
 
     @model_validator(mode="after")
     def _has_one_size(self) -> Self:
@@ -346,9 +346,9 @@ class LoraSettings(SchedulerClientSettings):
     """List the LoRA adapters of a running service, load one, or unload one.
 
     `quire lora load NAME=DIR` loads an adapter at every worker. DIR is a directory in PEFT's format
-    on the workers' machines. Once the adapter is loaded, requests for the model NAME use it. `quire
-    lora unload NAME` refuses new requests for the adapter immediately, and returns when its live
-    requests have ended.
+    on the workers' machines. Once the adapter is loaded, requests for the model NAME use it. After
+    `quire lora unload NAME`, the service immediately refuses new requests for the adapter; the
+    command returns when the adapter's live requests have ended.
     """
 
     action: CliPositionalArg[Literal["list", "load", "unload"]] = "list"
@@ -419,11 +419,11 @@ class ProbeSettings(_CommandSettings):
 
 
 class QuantizeSettings(_CommandSettings):
-    """Write a model as a GPTQ checkpoint of 4- or 8-bit integers, which `quire up --model` serves.
+    """Write a model as a GPTQ checkpoint of 4- or 8-bit integers, for `quire up --model`.
 
-    With --calibrate, the integers are fitted to the activations of a text (GPTQ). The command runs
-    on the CPU, in float32. It needs 4 bytes of memory per weight, and takes minutes for 135 million
-    weights.
+    With --calibrate, GPTQ fits the integers to the activations that the model computes for a text.
+    The command runs on the CPU, in float32. It needs 4 bytes of memory per weight, and takes
+    minutes for 135 million weights.
     """
 
     model: CliPositionalArg[str]

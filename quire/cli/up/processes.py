@@ -20,7 +20,7 @@ from quire.cli.up.settings import (
 from rpc.settings import ENV_PREFIX
 
 EXIT_STALE_EPOCH: Final = 3
-"""A scheduler's exit code after another scheduler took over its workers, as in
+"""The exit code of a scheduler whose workers another scheduler took over, as in
 `scheduler_svc/__main__.py`."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
 """The worker's default for --gpu-memory-utilization."""
@@ -311,7 +311,7 @@ def _num_threads(settings: UpSettings) -> tuple[str, ...]:
 
 
 def _num_loaded(settings: UpSettings) -> int:
-    """Return how many models are loaded at once."""
+    """Return the maximum number of models that are loaded at the same time."""
     num_models = max(1, len(settings.model))
     return min(num_models, settings.on_demand or num_models)
 
@@ -319,8 +319,8 @@ def _num_loaded(settings: UpSettings) -> int:
 def _share_of_device(settings: UpSettings) -> tuple[str, ...]:
     """Return the flags for workers of several models on one device.
 
-    Models that are loaded on demand begin unloaded. The models that are loaded at once get equal
-    shares of a GPU's memory.
+    Models that are loaded on demand begin unloaded. Models that are loaded at the same time get
+    equal shares of a GPU's memory.
     """
     flags: tuple[str, ...] = () if settings.on_demand is None else ("--unloaded",)
     if settings.gpu_memory_utilization is None and (num_loaded := _num_loaded(settings)) > 1:

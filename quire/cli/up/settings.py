@@ -105,8 +105,9 @@ class UpSettings(ProcessSettings):
     or its name on the hub. If there are several models, give one name for each, in the order of
     --model."""
     on_demand: PositiveInt | None = None
-    """Maximum number of models loaded at once. A model that a request needs replaces the least
-    recently used model (docs/operations.md). Default: all models are loaded."""
+    """Maximum number of models that are loaded at the same time. A model that a request
+    needs replaces the least recently used model (docs/operations.md). Default: all models are
+    loaded."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
     router's default, 10."""
