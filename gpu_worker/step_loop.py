@@ -32,7 +32,7 @@ from gpu_worker.step.executor import LaunchedStep
 from rpc.observe import timeline
 
 _POLL_S = 0.0002
-"""How often to poll a GPU while no step is queued."""
+"""Seconds between two polls of a GPU while no step is queued."""
 _STUCK_S = 120.0
 """A step that takes longer counts as stuck; long prefills on a CPU take less."""
 _STOP_S = 5.0
@@ -95,17 +95,17 @@ class StepLoop:
         return 0 if self._is_stopped else self._executor.rows.num_used
 
     async def attach(self, attachment: int) -> Holdings:
-        """Forget all rows after the steps queued so far; then run only steps of `attachment`.
+        """After the steps queued so far, forget all rows; then run only steps of `attachment`.
 
         Returns:
-            Everything that the worker held before, its rows included.
+            Everything that the worker held until it forgot the rows, including their sequences.
         """
         done: asyncio.Future[Holdings] = self._event_loop.create_future()
         self._post(_Attach(attachment, done), done)
         return await done
 
     def submit(self, attachment: int, plan: Plan) -> "asyncio.Future[Result]":
-        """Queue a step; the future gets its result or error.
+        """Queue a step; the returned future gets the step's result or error.
 
         A step that fails ends its attachment: the futures of steps queued behind it get an
         UnavailableError.
@@ -149,10 +149,11 @@ class StepLoop:
     async def stop(self) -> bool:
         """End the thread and drop the executor. Launched steps get no result.
 
-        A thread that does not end within seconds is abandoned: it ends with the process.
+        A thread that does not end within `_STOP_S` is abandoned, and ends with the process.
 
         Returns:
-            Whether the thread has ended. If not, it still holds the executor and its memory.
+            Whether the thread has ended. A thread that has not ended still holds the executor and
+            the executor's memory.
         """
         if self._is_stopped:
             return not self._thread.is_alive()
@@ -224,7 +225,7 @@ class StepLoop:
             _log.warning("closing the executor failed", exc_info=error)
 
     def _answer_all(self, error: Exception) -> None:
-        """Give `error` to every pending job and every job in the queue, until `stop` is called."""
+        """Give `error` to every launched step and every queued job, until `stop` is called."""
         for step, _ in self._pending:
             self._deliver(step.result, error)
         while not isinstance(job := self._jobs.get(), _Stop):

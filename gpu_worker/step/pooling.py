@@ -1,4 +1,4 @@
-"""Pools prompts: a vector is one hidden state, the mean of all hidden states, or a score.
+"""Pools a prompt's hidden states into a vector: one state, the mean of all states, or a score.
 
 Symbols: `T` tokens of a step, `S` sequences that sample or pool, `P` sequences that pool, `E`
 hidden size.
@@ -29,7 +29,7 @@ class Scorer(Protocol):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Kept:
-    """The state of a row's pooling: the sum of the hidden states so far, or the first token's.
+    """The sum of the hidden states of a row's pooled tokens, or the first token's hidden state.
 
     Sums are float64, so that a mean does not depend on how the prompt was cut into chunks.
     """
@@ -49,12 +49,13 @@ class Pooler:
         self._table = table
         self._model = model
         self._kept: dict[int, _Kept] = {}
-        """Each row's state; it stays until the row's next pooled sequence replaces it."""
+        """By row: the state of its pooled sequence, kept until the row pools another sequence."""
 
     def add(self, hidden: torch.Tensor, scheduled: ScheduledRows) -> None:
         """Add a step's hidden states, `[T, E]`, to the rows' state.
 
-        After a step that ran out of memory, the same chunk may come again, in parts.
+        If a step runs out of memory after this call, the step's chunks are added again, in parts,
+        starting from `_Kept.before`.
         """
         ends = scheduled.lens.cumsum()
         for i in self._table.pools_all[scheduled.rows].nonzero()[0].tolist():
@@ -124,10 +125,12 @@ def sample_or_pool(
     """Sample some sequences and pool others.
 
     Args:
-        pools: bool[S], whether a sequence is pooled; at least one is.
+        pools: bool[S], whether each sequence is pooled; at least one must be.
         hidden: `[S, E]`, the hidden state of each sequence's last token.
-        sample: Samples the other sequences, given their hidden states and indices in `pools`.
-        pool: Makes the vectors of pooled sequences, given their hidden states and indices.
+        sample: Samples the sequences that are not pooled, given their hidden states and indices in
+            `pools`.
+        pool: Makes the vectors of pooled sequences, given their hidden states and indices in
+            `pools`.
     """
     (pooled,), (others,) = pools.nonzero(), (~pools).nonzero()
     pooled_t, others_t = upload([pooled, others], hidden.device)

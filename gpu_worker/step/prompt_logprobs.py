@@ -1,4 +1,4 @@
-"""Log-probabilities of prompt tokens, each predicted from the tokens before it.
+"""Scores prompt tokens: computes the log-probability of each token, given the tokens before it.
 
 Symbols: `T` tokens of a step, `N` tokens whose next token in the prompt is scored, `V` vocabulary,
 `K` the largest number of top tokens that a row asks for.
@@ -26,7 +26,7 @@ class _Part:
 
     row: int
     position: int
-    """Position of the first scored token in the prompt."""
+    """Position in the prompt of the first scored token."""
     count: int
     num_top: int
 
@@ -39,9 +39,9 @@ class PromptScoresReadback:
     ) -> None:
         """Begin to copy the scores to the host.
 
-        `chosen` is float32[N], the log-probabilities of the prompt's own tokens. For the same
-        places, `top_ids` is int64[N, K], the likeliest tokens, best first, and `top` is
-        float32[N, K], the log-probabilities of the likeliest tokens.
+        `chosen`, float32[N], has the log-probabilities of the scored tokens. `top_ids`,
+        int64[N, K], has the likeliest tokens at the position of each scored token, best first.
+        `top`, float32[N, K], has the log-probabilities of the tokens in `top_ids`.
         """
         self._parts = parts
         self._download = Download(chosen, top_ids, top)
@@ -73,7 +73,7 @@ def score_prompts(
     table: SamplingTable,
     logits: Callable[[torch.Tensor], torch.Tensor],
 ) -> PromptScoresReadback | None:
-    """Score each prompt token that follows a token of the step; None: there is none to score.
+    """Score each prompt token that follows a token of the step; None: there is no such token.
 
     Args:
         hidden: `[T, E]`, the final hidden states of the step.

@@ -1,15 +1,18 @@
-"""The persistent rows: the state of each live sequence, and which rows compute in a step.
+"""The persistent batch: the state of the sequence in each row, and which rows compute in a step.
 
-A row is free, has known tokens left to compute, or *decodes*: such a row computes its last sampled
-token in every step. `apply` knows at once whether a row samples a token; the token's value arrives
-later (`store_sampled`), perhaps after the next step was started. So the rows' lengths do not depend
-on the values of tokens; only `end`, which ends a sequence early, does. With guessed tokens
-(`speculative/verify.py`), the number of tokens that a row gains depends on values, too. So
-`advance` must count the tokens of a step before the next step is applied.
+A row is free, or has known tokens left to compute, or *decodes*. A decoding row computes its last
+sampled token in every step. `apply` knows at once whether a row samples a token; the token's value
+arrives later (`store_sampled`), perhaps after the next step was started. So the number of tokens of
+a row does not depend on the values of its tokens. Only the calls of `end`, which end a sequence
+early, depend on values.
+
+With guessed tokens (`speculative/verify.py`), the number of tokens that a row gains in a step
+depends on the values of tokens. So `advance` must count the tokens of a step before the next step
+is applied.
 
 Each row's tokens, by position::
 
-    [0, num_computed)           their KV is in the row's blocks once the steps so far are done
+    [0, num_computed)           their KV is in the row's blocks once all applied steps are done
     [num_computed, num_tokens)  known, to be computed; exactly one while the row decodes
 """
 
@@ -27,15 +30,15 @@ from contract.worker_limits import Limits, first_seen
 
 _NUM_LOGPROBS = 32
 """A row keeps the log-probabilities of this many last tokens for the next scheduler. When a
-scheduler dies, fewer of a row's tokens than this are on their way to a router."""
+scheduler dies, fewer than this many tokens of a row are on their way to a router."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScheduledRows:
-    """Which rows compute in a step, decodes first, and which of them sample.
+    """The rows that compute in a step, decoding rows first, and which of these rows sample.
 
-    Symbols: `S` rows that compute, `N` tokens that are sampled. Arrays are int64[S], unless
-    described otherwise; element i of each belongs to `rows[i]`.
+    Symbols: `S` rows that compute, `N` tokens that are sampled. Unless described otherwise, an
+    array is int64[S], and its element i belongs to `rows[i]`.
     """
 
     rows: Int64Array
@@ -48,7 +51,8 @@ class ScheduledRows:
     num_decodes: int
     sampling: Int64Array
     """int64[N]: indexes into `rows` of the rows that sample, ascending. A row samples if it
-    computes its last known token. A row with guesses appears once for each of its tokens."""
+    computes its last known token. A row with guesses appears once for each token that it
+    computes."""
     positions: Int64Array
     """int64[N]: each sampled token's index in its sequence."""
     incarnations: Int64Array
@@ -57,7 +61,7 @@ class ScheduledRows:
     """Number of rows that decode with guesses; they follow the `num_decodes` rows without
     guesses."""
     guesses: Int64Array | None = None
-    """int64[N]: the guess for each sampled token, or NO_TOKEN; None: no guesses."""
+    """int64[N]: the guess for each sampled token, or NO_TOKEN; None: no row has guesses."""
 
     @property
     def num_tokens(self) -> int:
@@ -73,17 +77,17 @@ class Rows:
         self._has_guesses = has_guesses
         self._limits = limits
         self.token_ids = np.zeros((num_rows, limits.max_model_len), np.int32)
-        """int32[R, max_model_len]: known tokens whose values have arrived."""
+        """int32[R, max_model_len], for R rows: the tokens whose values have arrived."""
         self.windows = limits.kv_windows
         """The window of each KV group."""
         self.num_groups = len(limits.kv_windows)
         self.block_tables = np.zeros((num_rows, limits.max_table_len), np.int32)
-        """int32[R, M * G]: the block tables of R rows. For every `block_size` tokens, a table has a
-        block number for each of the G KV groups. Entries behind a group's window are stale: the
-        scheduler may have given their blocks to other sequences."""
+        """int32[R, M * G]: the block table of each row. For every `block_size` tokens, at most M
+        times, a table has a block number for each of the G KV groups. Entries behind a group's
+        window are stale: the scheduler may have given their blocks to other sequences."""
         self.num_blocks = np.zeros(num_rows, np.int64)
-        """Number of blocks in each block table, per KV group, stale ones included; it only grows.
-        """
+        """Number of blocks of one KV group in each block table, stale entries included. Until the
+        row gets another sequence, the number only grows."""
         self.table_version = np.zeros(num_rows, np.int64)
         """Incremented when a block table changes other than by growing."""
         self.num_prompt = np.zeros(num_rows, np.int64)
@@ -96,10 +100,11 @@ class Rows:
         """Rows that the scheduler counts as decoding, including ended rows until they are released.
         """
         self.incarnation = np.zeros(num_rows, np.int64)
-        """Incremented when a row gets a sequence, so that results for the row's earlier sequences
-        are recognized."""
+        """Incremented when a row gets a sequence, and by `clear`, so that results for the row's
+        earlier sequences are recognized."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
-        """Each row's last incarnation for which `end` was called. Its sequence computes no more."""
+        """Each row's last incarnation for which `end` was called. The sequence of that incarnation
+        is no longer computed."""
         self._ended_len = np.zeros(num_rows, np.int64)
         """Length of each row's ended sequence. `num_tokens` keeps growing, because the scheduler
         counts the row as decoding until it releases the row."""
@@ -115,13 +120,14 @@ class Rows:
         return int(self.is_used.sum())
 
     def apply(self, plan: Plan) -> ScheduledRows:
-        """Apply a step's changes, and count its computation as done.
+        """Apply the plan of a step, and count the step's tokens as computed.
 
         Raises:
-            InvalidArgumentError: The batch contradicts the rows' state, or computes more than fits.
+            InvalidArgumentError: The plan contradicts the rows' state, or computes more tokens than
+                fit in a step or in a row's blocks.
             InconsistentPlanError: The plan's `num_decodes` is not the number of decoding rows.
 
-        After an error the rows are undefined until `clear`.
+        After an error the state of the rows is undefined until `clear` is called.
         """
         if len(plan.released_rows):
             self._release(plan.released_rows)
@@ -147,7 +153,7 @@ class Rows:
         self.end(full, self.incarnation[full], self.num_tokens[full], no_stops)
 
     def is_current(self, rows: Int64Array, incarnations: Int64Array) -> BoolArray:
-        """Return bool[N]: whether each row still belongs to the given incarnation."""
+        """Return bool[N]: whether each row still has the sequence of the given incarnation."""
         current: BoolArray = self.incarnation[rows] == incarnations
         return current
 
@@ -165,8 +171,8 @@ class Rows:
 
         Args:
             rows: int64[N], rows that sampled a token each.
-            incarnations: int64[N]; values of sequences that lost their row are dropped.
-            logprobs: The `index` of each says which element of `rows` sampled its token.
+            incarnations: int64[N]; log-probabilities of sequences that lost their row are dropped.
+            logprobs: The `index` of each is the index in `rows` of the row that sampled the token.
         """
         for logprob in logprobs:
             row = int(rows[logprob.index])
@@ -186,7 +192,7 @@ class Rows:
             rows: int64[N].
             incarnations: int64[N].
             num_tokens: int64[N], each sequence's number of tokens.
-            has_stopped: bool[N], whether the last token is an end token.
+            has_stopped: bool[N], whether each sequence's last token is an end token.
         """
         self.ended_incarnation[rows] = incarnations
         self._ended_len[rows] = num_tokens
@@ -197,9 +203,10 @@ class Rows:
         return ended
 
     def block_table(self, row: int, num_computed: int | None = None) -> Int32Array:
-        """Copy the row's block table, int32[N * G]; entries behind a window are 0.
+        """Copy the row's block table; in the copy, entries behind a window are 0.
 
-        `num_computed` is the number of tokens with KV; None: the row's current number.
+        The copy is int32[N * G], for N blocks of each of the G KV groups. `num_computed` is the
+        number of tokens with KV; None: the number in `Rows.num_computed`.
         """
         table = self.block_tables[row, : self.num_blocks[row] * self.num_groups].copy()
         if self._limits.has_windows:
@@ -208,7 +215,7 @@ class Rows:
         return table
 
     def blocks_of(self, rows: Int64Array, indices: Int64Array) -> Int32Array:
-        """Return, for each of `rows`, the blocks of all G groups at its index in `indices`.
+        """Return the blocks of all G groups at the block index `indices[i]` of each row `rows[i]`.
 
         `rows` and `indices` are int64[N]; the result is int32[N * G].
         """
@@ -224,7 +231,8 @@ class Rows:
         All steps' results must have arrived.
 
         Args:
-            is_broken: Whether the KV of a block table is wrong; such a sequence is left out.
+            is_broken: Whether a block of a block table has wrong KV; the table's sequence is then
+                left out.
         """
         held = []
         for row in np.flatnonzero(self.is_used).tolist():
@@ -252,7 +260,7 @@ class Rows:
         return tuple(held)
 
     def adapters_in_use(self) -> set[int]:
-        """Return the numbers of the adapters that rows have, including 0 if a row has none."""
+        """Return the adapter numbers of the rows in use; 0 stands for a row without an adapter."""
         return set(self.adapter[self.is_used].tolist())
 
     def first_with_block_from(self, block: int) -> int | None:
@@ -314,7 +322,7 @@ class Rows:
         self.table_version[rows] += 1
 
     def _is_behind(self, num_computed: Int64Array) -> BoolArray:
-        """Return which entries of a block table are seen by no token at `num_computed` or later.
+        """Return which entries of block tables no token at position `num_computed` or later sees.
 
         `num_computed` is int64[N], for N tables; the result is bool[N, M * G].
         """

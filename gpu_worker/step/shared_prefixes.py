@@ -11,7 +11,7 @@ from contract.arrays import Int32Array, Int64Array
 from kernels.sequences import MAX_SHARED
 
 LEAST_TOKENS: Final = 512
-"""A shorter prefix is not worth another launch. Not measured."""
+"""A shorter shared prefix is not worth another kernel launch. Not measured."""
 
 
 def find_shared(
@@ -20,8 +20,8 @@ def find_shared(
     """Return the fields of `kernels.sequences.SharedPrefixes`, as arrays.
 
     A group is a set of sequences that begin with the same blocks, for at least `LEAST_TOKENS`
-    tokens. They share all blocks up to the first that differs. Of more than `MAX_SHARED` groups,
-    those that save the most reads are kept.
+    tokens. The shared prefix ends before the first block in which the group's sequences differ. If
+    there are more than `MAX_SHARED` groups, the groups that save the most reads are kept.
 
     Args:
         tables: int32[S, M]; entries beyond a sequence's end may have any value.

@@ -1,14 +1,14 @@
-"""Trace spans of sequences, and of the steps that computed for them.
+"""Records trace spans: of sequences, and of the steps that computed for these sequences.
 
 A request's trace gets these spans each time that one of its sequences gets a row:
 
     prefill          until the first token
       prefill_chunk  a step's part of the prefill, linked to that step
-    decode           until the sequence loses its row, linked to some of its steps
+    decode           until the sequence loses its row, linked to some of the sequence's steps
 
-`step` begins a separate trace, linked to every traced request that the step computed for. A span
-for each token would cost too much. So a step has a span only if it computed a chunk of a traced
-sequence, or a traced sequence's 1st, 2nd, 4th, 8th ... decode.
+A span named `step` begins a separate trace, and links to every traced request that the step
+computed for. A span for each token would cost too much. So a step has a span only if it computed a
+chunk of a traced sequence, or a traced sequence's 1st, 2nd, 4th, 8th ... decode.
 """
 
 from collections import Counter
@@ -46,7 +46,7 @@ class SampledContext(Protocol):
     """The type of `rpc.observe.telemetry.sampled_context`."""
 
     def __call__(self, traceparent: str) -> Context | None:
-        """Return the parent context; None if the trace is not recorded."""
+        """Return the context that `traceparent` names; None if the trace is not recorded."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +97,7 @@ class SequenceSpans:
         return bool(self._row_to_traced)
 
     def opened(self, new_rows: Iterable[NewSequence], now_s: float) -> None:
-        """Follow the new rows whose trace is recorded. Times are wall-clock seconds."""
+        """Follow the new sequences whose trace is recorded. Times are wall-clock seconds."""
         for new in new_rows:
             if (parent := self._sampled_context(new.traceparent)) is not None:
                 self._row_to_traced[new.row] = _Traced(

@@ -1,6 +1,6 @@
-"""Splits a step that does not fit in the device's memory into parts, computed one after another.
+"""Splits a step into parts if the device's memory is too small for the whole step.
 
-`model_runner.py` catches the out-of-memory error and computes the parts.
+`model_runner.py` catches the out-of-memory error and computes the parts one after another.
 
 Symbols: `S` sequences of a step, `N` tokens that it samples.
 """
@@ -21,8 +21,8 @@ def halves(scheduled: ScheduledRows) -> tuple[ScheduledRows, ScheduledRows] | No
     part can read the KV that the first part has stored.
 
     Returns:
-        None if the step cannot be split, because it has only one token, or only one row with
-        guesses.
+        The two parts; None if the step cannot be split, because it computes only one token, or only
+        one row and that row has guesses.
     """
     ends = np.cumsum(scheduled.lens)  # [S]
     cut = int(ends[-1]) // 2  # tokens of the first part

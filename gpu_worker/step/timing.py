@@ -13,10 +13,11 @@ from gpu_worker.step.rows import ScheduledRows
 class BusyClock:
     """Adds up the device time of steps, without waiting for the device.
 
-    On CUDA a span begins when the device reaches the span's first event, which the host enqueues in
-    `begin`. So `begin` is called right before the model's first launch. Before that, while the host
-    starts block moves and gathers inputs, the device counts as idle, unless it still computes the
-    step before. Used by one thread.
+    A *span* is the time in which the device computes one step. On CUDA a span begins when the
+    device reaches the span's first event, which the host enqueues in `begin`. So `begin` is called
+    right before the model's first launch. Until that launch, while the host starts block moves and
+    gathers inputs, the device counts as idle, unless the device is still computing the previous
+    step. A clock is used by one thread.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -60,7 +61,7 @@ HEAD_START_S: Final = 0.002
 """About the CPU time that worker, scheduler and router spend on one token."""
 _LEAST_LEN: Final = 30
 """Only a step that took at least this many times `HEAD_START_S` is followed by a pause, so that
-pauses cost at most a thirtieth."""
+pauses cost at most a thirtieth of the time."""
 
 
 def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: float) -> float:
@@ -72,8 +73,10 @@ def head_start_s(scheduled: ScheduledRows, num_prompt: Int64Array, execute_s: fl
     pause, because a later token is delivered before the next one has been computed.
 
     Args:
-        scheduled: The step. If other rows decode, a pause would delay them, so the result is 0.
-        num_prompt: int64[R], each row's prompt length: the index of the first token after it.
+        scheduled: The step. If any row decodes, the result is 0, because a pause would delay the
+            decoding rows.
+        num_prompt: int64[R], the prompt length of each row: the index of the first token after the
+            prompt.
         execute_s: How long the step took, in seconds.
     """
     has_decodes = bool(scheduled.num_decodes or scheduled.num_drafting)

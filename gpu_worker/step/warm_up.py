@@ -1,8 +1,9 @@
 """Executes every kind of step once before the worker serves.
 
-Triton compiles a kernel when it is first launched with new types, options or strides. That takes
-seconds, during which all streams would stall. So a worker on a GPU launches each variant at start;
-`tests/kernels/test_compile_keys.py` checks that random steps afterwards need no other variant.
+Triton compiles a kernel when it is first launched with new types, options or strides. Compiling
+takes seconds, during which all streams would stall. So a worker on a GPU launches each variant of
+each kernel at start; `tests/kernels/test_compile_keys.py` checks that random steps afterwards need
+no other variant.
 """
 
 from collections.abc import Iterator, Sequence
@@ -43,7 +44,8 @@ _PROMPT_TOKENS = 4
 _NUM_DECODES = 3
 """The largest number of steps in which a row of `warm_up` decodes."""
 _SEQS_OF_ONE_VARIANT = 256
-"""The decode kernel has a variant for each power of two from this number of sequences on."""
+"""The decode kernel has one variant for at most this number of sequences, and another for each
+power of two above this number."""
 
 
 def warm_up(
@@ -114,7 +116,7 @@ def _run(executor: Executor, plans: Iterator[Plan]) -> int:
 def _one_then_two(
     limits: Limits, most_tokens: int, first: SamplingParams, second: SamplingParams, adapter: int
 ) -> Iterator[Plan]:
-    """Plan a prompt in two chunks, decodes, a prompt beside the decodes, and decodes of both."""
+    """Plan a prompt in two chunks, a decode, a second prompt beside a decode, and two decodes."""
     num_first = _PROMPT_TOKENS // 2
     new = [
         _new(limits, row, sampling, adapter, _PROMPT_TOKENS, most_tokens)
@@ -130,7 +132,7 @@ def _one_then_two(
 
 
 def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
-    """Plan a long prompt's last chunk, then decodes: attention splits their context into parts.
+    """Plan the last chunk of a prompt so long that attention splits its context, then decodes.
 
     With a draft model, there are more decodes: the draft model first has to compute the whole
     prompt, and until then the row gets no guesses.
