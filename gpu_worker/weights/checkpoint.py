@@ -93,10 +93,10 @@ class Checkpoint:
 
 
 def has_nan(tensor: torch.Tensor) -> bool:
-    """Whether a number is NaN.
+    """Whether any number of `tensor` is NaN.
 
-    This takes 0.06 s per 10⁹ numbers in bfloat16, a sixtieth of the time of `isnan`, measured with
-    one thread of an AMD EPYC (family 26, model 2).
+    The check takes 0.06 s per 10⁹ numbers in bfloat16, a sixtieth of the time of `isnan`, measured
+    with one thread of an AMD EPYC (family 26, model 2).
     """
     # The sum is also NaN if numbers are inf and -inf.
     return bool(tensor.sum().isnan()) and bool(tensor.isnan().any())

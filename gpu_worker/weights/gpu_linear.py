@@ -16,12 +16,13 @@ from kernels.reference.linear.quantized import HALF_RUN, pack_nibbles
 from kernels.triton.linear.tile_sizes import fewest_rows
 
 _RUN: Final = 32
-"""A group has a multiple of this number of features, or it is the whole row."""
+"""A group has a multiple of this number of input features, or it has all K."""
 _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
 """`torch._scaled_mm` takes numbers of features that are multiples of this."""
 _FP8_CAPABILITY: Final = (9, 0)
-"""The least compute capability for products of fp8 numbers with a scale for each row."""
+"""The least compute capability for fp8 products with a scale for each token and each output
+feature."""
 
 _log = structlog.get_logger()
 
@@ -32,7 +33,7 @@ def is_here(device: torch.device) -> bool:
 
 
 def can_pack(num_in: int, num_groups: int, dtype: torch.dtype, *, is_int4: bool = False) -> bool:
-    """Whether the GPU's kernel takes K features in G groups, for activations of `dtype`."""
+    """Whether the GPU's kernel takes a weight `[N, K]` with G groups for activations of `dtype`."""
     # For float32 activations, weights are dequantized, so that products are exact.
     is_whole = num_groups == 1 and not is_int4
     return dtype is not torch.float32 and (is_whole or num_in // num_groups % _RUN == 0)
@@ -68,7 +69,10 @@ def pack_integers(
 def pack_fp8(
     values: torch.Tensor, scales: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
 ) -> Linear:
-    """Make the map of `values`, e4m3 [N, K], times `scales`, fp32 [N, G]; `can_pack` must hold."""
+    """Make the map of an fp8 weight: `values`, e4m3 [N, K], times `scales`, fp32 [N, G].
+
+    `can_pack` must hold.
+    """
     why_not = _why_not_scaled(values, scales, dtype)
     if why_not is None:
         return ScaledLinear(values.contiguous(), scales.t().contiguous(), bias)
@@ -91,10 +95,10 @@ def pack_mxfp4(
 
 
 def batch_invariant(linear: Linear, dtype: torch.dtype) -> Linear:
-    """Make a map with the same weight whose result for a row never depends on other rows.
+    """Make from `linear` a map whose result for a token never depends on the other tokens.
 
-    Libraries choose kernels by the number of rows. So plain weights get a kernel of ours, and fp8
-    weights are multiplied as 16-bit numbers. `dtype` is that of the activations.
+    Libraries choose kernels by the number of tokens. So a `PlainLinear` gets a kernel of ours, and
+    fp8 weights are multiplied as 16-bit numbers. `dtype` is that of the activations.
     """
     if isinstance(linear, PlainLinear):
         return OneTileLinear(linear.weight, linear.bias)
@@ -151,7 +155,7 @@ class QuantizedLinear:
     offsets: torch.Tensor | None
     bias: torch.Tensor | None
     has_one_tile: bool = False
-    """Whether no bit of a row depends on the number of rows."""
+    """Whether no bit of a token's result depends on the number of tokens."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Map `[T, K]` to `[T, N]`."""
@@ -170,7 +174,7 @@ class QuantizedLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class OneTileLinear:
-    """A map in which no bit of a row depends on the number of rows; see `ops.linear`."""
+    """A map whose result for a token never depends on the number of tokens; see `ops.linear`."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None

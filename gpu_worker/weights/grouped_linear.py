@@ -24,7 +24,7 @@ does. The host never waits for the device."""
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PlainGroup:
-    """A group of maps with 16- or 32-bit weights."""
+    """Several maps with 16- or 32-bit weights, multiplied by one kernel."""
 
     maps: GroupedMaps
 
@@ -42,7 +42,7 @@ class PlainGroup:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class QuantizedGroup:
-    """A group of maps with weights of 8 or 4 bits; see `ops.grouped_quantized_linear`."""
+    """Several maps with weights of 8 or 4 bits; see `ops.grouped_quantized_linear`."""
 
     values: torch.Tensor
     """`[X, K, N]`, or `[X, K / 2, N]` at 4 bits."""
@@ -70,8 +70,8 @@ class QuantizedGroup:
 def group(linears: Sequence[Linear]) -> GroupedLinear | None:
     """Make one map of several; return None if no kernel takes them together.
 
-    Plain weights stay where they are, and quantized ones are copied. Fp8 weights are multiplied as
-    16-bit numbers; activations are not rounded.
+    Weights of 16 or 32 bits stay where they are, and quantized weights are copied. Fp8 weights are
+    multiplied as 16-bit numbers; activations are not rounded.
     """
     plain = [each for each in linears if isinstance(each, PlainLinear)]
     if len(plain) == len(linears):
@@ -96,7 +96,10 @@ def group(linears: Sequence[Linear]) -> GroupedLinear | None:
 
 
 def _biases(linears: Sequence[PlainLinear | QuantizedLinear]) -> torch.Tensor | None:
-    """Join the biases `[X, N]` of maps that all have one; None if they have none."""
+    """Stack the biases of `linears` to `[X, N]`; None: no map has a bias.
+
+    Either all maps have a bias, or none has.
+    """
     biases = [each.bias for each in linears if each.bias is not None]
     return torch.stack(biases) if biases else None
 

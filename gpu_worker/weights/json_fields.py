@@ -91,7 +91,7 @@ class JsonFields:
 
 
 def read_json(path: Path) -> JsonFields:
-    """Return the object in a JSON file; raises ModelError if there is none."""
+    """Return the object in a JSON file; raises ModelError if the file does not hold an object."""
     try:
         values = json.loads(path.read_bytes())
     except OSError as error:

@@ -13,7 +13,7 @@ from torch.nn import functional
 from kernels.cpu import linear as native
 
 Linear: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Maps `[T, K]` to `[T, N]` of the same dtype and device, row by row."""
+"""Maps `[T, K]` to `[T, N]` of the same dtype and device, each token by itself."""
 
 HeadMaps: TypeAlias = Callable[[torch.Tensor, torch.Tensor], None]
 """A linear map for each head: maps the first argument, `[T, H, K]`, and writes the result to the
@@ -25,8 +25,8 @@ def make_linear(
 ) -> Linear:
     """Make the map `x @ weight.T + bias` in the device's fastest form.
 
-    On a CPU this function packs the weight for our own kernel. A product with few rows then takes
-    only the time to read the weight, and a row's result does not depend on the number of rows.
+    On a CPU this function packs the weight for our own kernel. A product with few tokens then takes
+    only the time to read the weight, and a token's result does not depend on the number of tokens.
     Torch multiplies weights that cannot be packed. If the C code was not compiled, no weight can be
     packed.
 

@@ -8,7 +8,7 @@ from gpu_worker.weights.json_fields import JsonFields, ModelError, read_json
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ModelConfig:
-    """The sizes of a decoder that code outside the model needs.
+    """The sizes of a decoder, as far as code outside the model needs them.
 
     A family's config derives from this class and adds the fields that its model needs.
     """
@@ -25,7 +25,7 @@ class ModelConfig:
     head_dim: int
     """Head dim of keys and values of each layer, unless `kv_shapes` is set."""
     kv_shapes: tuple[tuple[int, int], ...] = ()
-    """KV heads and head dim of each layer. Empty: all have `num_kv_heads` and `head_dim`."""
+    """KV heads and head dim of each layer. Empty: every layer has `num_kv_heads` and `head_dim`."""
     latent_dim: int | None = None
     """With multi-head latent attention, a value is the first `latent_dim` numbers of its key, so
     values are not stored. None: values are stored."""
@@ -45,7 +45,7 @@ class ModelConfig:
 
     @property
     def is_encoder(self) -> bool:
-        """Whether the model stores no KV, and so generates no tokens."""
+        """Whether the model stores neither KV nor recurrent states, and so generates no tokens."""
         return self.num_layers == self.num_states == 0
 
     def kv_shape(self, layer: int) -> tuple[int, int]:
@@ -58,10 +58,10 @@ DTYPES = ("float32", "float16", "bfloat16")
 
 
 def resolve_dtype(name: str, config: ModelConfig) -> str:
-    """Return the dtype that a flag's value names; "auto" means the checkpoint's dtype.
+    """Return the dtype that `name`, a flag's value, stands for; "auto" is the checkpoint's dtype.
 
     Raises:
-        ModelError: The value is neither "auto" nor one of `DTYPES`.
+        ModelError: `name` is neither "auto" nor one of `DTYPES`.
     """
     if name == "auto":
         return config.dtype

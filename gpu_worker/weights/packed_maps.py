@@ -39,7 +39,8 @@ _MOST_GROUP: Final = 128
 _LEAST_GROUP: Final = 32
 """Packed maps take group sizes that are powers of two, from `_LEAST_GROUP` to `_MOST_GROUP`."""
 _LEAST_PLAIN_GROUP: Final = 16
-"""The smallest group of 8-bit integers without offsets, as in Q6_K; only CPU kernels take it."""
+"""The smallest group of 8-bit integers without offsets, as in Q6_K; only CPU kernels take groups
+smaller than `_LEAST_GROUP`."""
 
 
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
@@ -163,7 +164,10 @@ class PackedMaps:
         return make_linear(weight, bias)
 
     def _of_integers(self, parts: Sequence[_Part], bias: torch.Tensor | None) -> Linear | None:
-        """Make the map if all parts are integers of one kind and a kernel takes them; else None."""
+        """Make the map of integer parts; None if the parts differ in kind or no kernel takes them.
+
+        Parts are of one kind if all are integers with the same `Quantization` and the same G.
+        """
         integers = [part for part in parts if isinstance(part, QuantizedWeight)]
         kinds = {(part.quantization, part.scales.shape[1]) for part in integers}
         if len(integers) < len(parts) or len(kinds) > 1:
@@ -223,7 +227,10 @@ class PackedMaps:
         )
 
     def _part(self, piece: Piece, *, has_bias: bool) -> _Part:
-        """Return the weight of a piece, as float32 if it is not packed or `cut_weight` refuses it.
+        """Return the weight of a piece, quantized or as float32.
+
+        The weight is float32 if the checkpoint does not pack it, or if `cut_weight` returns None
+        for the piece.
 
         Tensors of AWQ, GPTQ and fp8 are read whole even for one rank's part, because the cut may
         divide a group or a block. From GGUF tensors, only the part's rows are read.

@@ -1,4 +1,4 @@
-"""Linear maps with 8- or 4-bit integer weights, quantized when a model is loaded.
+"""Linear maps with integer weights of 8 or 4 bits: quantizes weights, and makes maps of them.
 
 Symbols: `T` tokens, `K` input features, `N` output features, `G` groups of input features.
 """
@@ -15,18 +15,18 @@ from gpu_worker.weights.linear import Linear, make_linear
 from kernels.cpu import linear as native
 
 _INT4_GROUP_SIZE: Final = 32
-"""With scales and offsets of 16 bits, groups of this size make 5 bits per weight."""
+"""With groups of this size, and scales and offsets of 16 bits, a weight takes 5 bits."""
 _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
-"""Integers of 4 bits stand for 16 evenly spaced numbers, a grid. Each group tries a grid over each
-of these shares of its range, and takes the grid with the least error. A grid over the whole range
-keeps weights that are already on a grid. A grid over a smaller range is finer, which suits all
-weights except outliers. In the shipped model, these shares reduce the error by 0.6 % against the
-whole range alone; four shares would reduce it by 1.3 %."""
+"""Integers of 4 bits stand for 16 evenly spaced numbers, a grid. `quantize` fits a grid over each
+of these shares of a group's range, and takes the grid with the least error. A grid over the whole
+range keeps weights that are already on a grid. A grid over a smaller range is finer, which suits
+all weights except outliers. In the shipped model, these shares reduce the error by 0.6 % against
+the whole range alone; four shares would reduce it by 1.3 %."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
-"""Weights fitted at a time, to stay within a cache."""
+"""Number of weights that are fitted at a time, so that they stay within a cache."""
 
 
 class Quantization(Enum):
@@ -46,12 +46,13 @@ class QuantizedWeight:
     values: torch.Tensor
     """int8[N, K] in [-127, 127], or in [-8, 7] for 4 bits."""
     scales: torch.Tensor
-    """float32 `[N, G]`, each for K / G values of a row."""
+    """float32 `[N, G]`, each for K / G values of an output feature."""
     offsets: torch.Tensor | None
     """Shaped like the scales; None: zeros.
 
     The kernel multiplies with scales and offsets in float16. At 4 bits, the kernel's values are
-    from 0 to 15, so its offsets are `offset - 8 * scale`. This keeps GGUF's Q4_0 and Q4_1 exactly.
+    from 0 to 15, so the kernel's offsets are `offset - 8 * scale`. For GGUF's Q4_0 and Q4_1,
+    float16 represents the kernel's offsets exactly.
     """
 
     def to(self, device: torch.device) -> "QuantizedWeight":
@@ -91,7 +92,7 @@ class QuantizedWeight:
 
 
 def can_quantize(num_in: int, quantization: Quantization) -> bool:
-    """Whether weights with K input features can be quantized in this way."""
+    """Whether a weight with `num_in` input features can be quantized to `quantization`."""
     return quantization is Quantization.INT8 or num_in % _INT4_GROUP_SIZE == 0
 
 
@@ -108,7 +109,7 @@ def quantize(weight: torch.Tensor, quantization: Quantization) -> QuantizedWeigh
 
 
 def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Quantize some rows to 4 bits; return values, scales and offsets."""
+    """Quantize rows of a weight to 4 bits; return values, scales and offsets."""
     groups = weight.float().view(weight.shape[0], -1, _INT4_GROUP_SIZE)  # [N, G, 32]
     scales, lows, errors = _fit_int4(groups, _INT4_RANGES[0])
     for share in _INT4_RANGES[1:]:
@@ -124,11 +125,11 @@ def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 def _fit_int4(
     groups: torch.Tensor, range_share: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return scale, lowest weight and squared error of each group of `[N, G, 32]`.
+    """Fit a grid to each group of `[N, G, 32]`; return each grid's scale, lowest number and error.
 
-    All are float32 `[N, G, 1]`. Scale and lowest weight are rounded to float16, which the kernel
-    multiplies. The fit starts with a grid over `range_share` of the group's range, and improves the
-    grid by least squares.
+    The results are float32 `[N, G, 1]`; the error is the sum of a group's squared errors. The scale
+    and the lowest number are rounded to float16, in which the kernel multiplies. The fit starts
+    with a grid over `range_share` of the group's range, and improves the grid by least squares.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
     scales = _no_zeros((high - low) / 15)

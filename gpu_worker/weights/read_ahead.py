@@ -3,7 +3,7 @@
 A mapped file is read sequentially: each access waits for the pages around it. Disks, above all
 those behind a network, are faster with several large reads at once. The process does not keep the
 bytes that it reads: they stay in the page cache, from which the system can drop them. vLLM's
-strategy "prefetch" does the same.
+loading strategy "prefetch" also reads files into the page cache.
 """
 
 import os
@@ -22,11 +22,12 @@ NUM_THREADS: Final = 8
 REQUEST_BYTES: Final = 4 * 2**20
 AHEAD_BYTES: Final = 512 * 2**20
 _PROBE_BYTES: Final = 2**20
-"""If the pages at this distance are cached, the pages between are assumed to be cached, too."""
+"""If two pages at this distance from each other are cached, the pages between the two are assumed
+to be cached, too."""
 
 
 def read_to_cache(extent: Extent) -> None:
-    """Read bytes of a file, so that they are in the page cache, unless they are there already.
+    """Read an extent into the page cache, unless all of the extent is cached already.
 
     Raises:
         OSError: The bytes cannot be read, or the file has become shorter.
@@ -47,7 +48,7 @@ class ReadAhead:
     """Reads extents of files into the page cache, in the order in which they are needed.
 
     Reading ahead stops at `AHEAD_BYTES` after the extent in use, or at a quarter of the free memory
-    if that is less. An extent larger than half of the free memory is left out, because its
+    if this quarter is less. An extent larger than half of the free memory is left out, because its
     beginning would be dropped before its end is read.
     """
 
@@ -60,7 +61,8 @@ class ReadAhead:
         """Read nothing yet.
 
         Args:
-            extents: Their files must stay open. None is an unknown extent, which is left out.
+            extents: In the order in which they are needed; their files must stay open. None is an
+                unknown extent, which is left out.
             read: Reads an extent of at most `REQUEST_BYTES`; called on several threads.
             available: Returns the bytes of free memory.
         """
@@ -83,7 +85,8 @@ class ReadAhead:
         """Wait until the next extent has been read, and begin to read extents after it.
 
         Raises:
-            ModelError: Reading failed twice. A mapped access would end the process.
+            ModelError: Reading failed twice. Without the error, a mapped access to the bytes would
+                end the process.
         """
         if not self._started and self._waiting:
             self._start(self._waiting.popleft())

@@ -38,8 +38,8 @@ _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
 """Standard deviation of random weights: a usual one, with which activations stay in range."""
 _DUMMY_MXFP4_SCALE = 120
-"""The code of the scale 2^-7. With it, evenly drawn MXFP4 numbers have about the standard deviation
-`_DUMMY_STD`."""
+"""The code of the scale 2^-7. With this scale, evenly drawn MXFP4 numbers have about the standard
+deviation `_DUMMY_STD`."""
 
 
 class Weights:
@@ -61,7 +61,7 @@ class Weights:
 
         `ranks` are the devices that share the model; None: this device only. `stored` is how the
         checkpoint packs its linear maps; None: it does not pack them. If `is_batch_invariant`, the
-        maps that `linear` and `head` make give a row the same bits whatever the other rows are.
+        maps that `linear` and `head` make give a token the same bits whatever the other tokens are.
         """
         self.names = names
         self.ranks = ranks
@@ -87,10 +87,10 @@ class Weights:
         return self.part(Piece(name, shape), dtype)
 
     def dense_share(self, name: str, num_groups: int, size: int, num_in: int) -> torch.Tensor:
-        """Return the weight `[N, K]` of this rank's outputs of a map.
+        """Return the part of a map's weight for this rank's outputs, `[N, K]`.
 
-        This is for a model that multiplies parts of the weight. The weight is dequantized if the
-        checkpoint packs it, and is never quantized here.
+        This method is for a model that multiplies parts of the weight. The result is dequantized if
+        the checkpoint packs the weight, and is never quantized.
 
         Args:
             name: The map's name, without ".weight".
@@ -106,7 +106,7 @@ class Weights:
         return self.part(piece)
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
-        """Return some rows of a tensor of this shape."""
+        """Return some rows of a tensor; `shape` is the shape of the whole tensor."""
         return self.part(Piece(name, shape, (slice(rows.start, rows.stop),)))
 
     def part(self, piece: Piece, dtype: torch.dtype | None = None) -> torch.Tensor:
@@ -135,7 +135,8 @@ class Weights:
         Args:
             num_in: K.
             parts: For each map: the name, the number of groups of outputs, and the size of a group.
-                A group, such as a head, is never split; `Place.groups` says which this rank takes.
+                A group, such as a head, is never split; `Place.groups` says which groups this rank
+                takes.
             bias: Whether the maps have biases.
         """
         shares = []
@@ -214,13 +215,13 @@ class Weights:
     def split_head(
         self, name: str, vocab_size: int, num_in: int, tied: torch.Tensor | None = None
     ) -> Linear:
-        """Make the map to the vocabulary, whose outputs the ranks split and then join.
+        """Make the map to the vocabulary; each rank computes some outputs, which are then joined.
 
         Args:
             name: The weight's name.
             vocab_size: V.
             num_in: E.
-            tied: The embedding, if it is also this weight, and this rank has it.
+            tied: The embedding, if it is also the map's weight and this rank has it; else None.
         """
         rows = self.place.vocabulary(vocab_size)
         weight = (
@@ -311,9 +312,10 @@ def load_weights(
 ) -> ModelT:
     """Build a model with weights read from disk, converted to `dtype`, on `device`.
 
-    The model is built twice. The first time, the model's tensors are empty, on the meta device.
-    This shows which tensors the model needs, so a wrong checkpoint is refused before gigabytes are
-    read. The second time needs memory for the weights and for one more linear map.
+    The model is first built with empty tensors, on the meta device. This first build shows which
+    tensors the model needs, so a wrong checkpoint is refused before gigabytes are read. With
+    `ranks`, another build on the meta device shows which pieces this rank needs. The last build
+    needs memory for the weights and for one more linear map.
 
     Args:
         directory: Has the files that `Checkpoint` reads.

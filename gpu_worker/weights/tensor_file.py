@@ -40,7 +40,7 @@ class Extent:
 
 
 class OpenFile:
-    """An open file, whose mapped tensors are read ahead. It is closed when this object is freed."""
+    """A file kept open to read its mapped tensors ahead. It is closed when this object is freed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

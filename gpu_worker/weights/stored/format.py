@@ -25,9 +25,10 @@ class Packing(Enum):
     """The order of integers in 32-bit words; lowest bits first."""
 
     AWQ = "awq"
-    """Along N; each word has outputs 0, 2, 4, 6, 1, 3, 5, 7: the "gemm" version."""
+    """Integers are packed along N; each word has outputs 0, 2, 4, 6, 1, 3, 5, 7: the "gemm"
+    version."""
     GPTQ = "gptq"
-    """Weights along K, zero points along N; both in order."""
+    """Weights are packed along K, zero points along N, both in ascending order."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,7 +50,7 @@ class IntegerFormat:
 
 
 class ScaleShape(Enum):
-    """The part of a map that shares a scale."""
+    """The part of a map that has one scale."""
 
     TENSOR = "tensor"
     """The whole map."""
@@ -62,9 +63,9 @@ class Fp8Format:
     """Weights in float8_e4m3fn, with scales."""
 
     scale_shape: ScaleShape | tuple[int, int]
-    """A `ScaleShape`, or the numbers of outputs and inputs of a block that shares a scale."""
+    """A `ScaleShape`, or the numbers of outputs and inputs of a block that has one scale."""
     scale_name: str
-    """The name of the tensor of scales, after the map's name and a dot."""
+    """What follows the map's name and a dot in the name of the tensor of scales."""
 
     @property
     def title(self) -> str:

@@ -35,7 +35,7 @@ class Fp8Weight:
     values: torch.Tensor
     """float8_e4m3fn[N, K]"""
     scales: torch.Tensor
-    """float32 `[N, G]`, each for K / G values of a row."""
+    """float32 `[N, G]`, each for K / G values of an output feature."""
 
     def to(self, device: torch.device) -> "Fp8Weight":
         """Return the same weight on `device`."""

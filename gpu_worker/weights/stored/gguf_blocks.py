@@ -94,7 +94,10 @@ def _k_scales(blocks: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def _k_nibbles(numbers: torch.Tensor) -> torch.Tensor:
-    """Unpack 128 bytes to eight groups: 32 bytes have one in low nibbles, the next in high ones."""
+    """Unpack 128 bytes to eight groups of 32 numbers.
+
+    Each 32 bytes have one group in their low nibbles, and the next group in their high nibbles.
+    """
     return _split(_halves(_split(numbers, 4, 32)).flatten(2), 8, 32)
 
 
@@ -129,5 +132,5 @@ _UNPACK: Final[dict[str, Callable[[torch.Tensor], Parts]]] = {
 BLOCK_SIZES: Final = {
     kind.name: kind.block_size for kind in TENSOR_TYPES.values() if kind.is_quantized
 }
-"""Maps the name of a type to how many numbers a block has."""
+"""Maps the name of a type to the count of numbers in a block of that type."""
 BLOCK_BYTES: Final = {kind.name: kind.block_bytes for kind in TENSOR_TYPES.values()}

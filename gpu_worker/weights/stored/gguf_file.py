@@ -96,8 +96,9 @@ class GgufFile:
             path: The file.
             heads: Numbers of heads of "attn_q" and "attn_k", if their rows must be reordered: see
                 `_Rows.num_rotated_heads`.
-            names: Maps GGUF's names of tensors of a layer to those of `transformers`, where the
-                architecture differs from most. The names of experts have `{}` for their number.
+            names: Maps GGUF's names of a layer's tensors to the names in `transformers`. Only names
+                in which the architecture differs from most others are given. In the name of an
+                expert's tensor, `{}` stands for the expert's number.
             norms_have_one_more: See `_Rows.has_one_more`.
 
         Raises:
@@ -152,7 +153,7 @@ class GgufFile:
         )
 
     def _raw(self, rows: _Rows) -> torch.Tensor:
-        """Return uint8 `[N, bytes]`; a tensor of one dimension is one row."""
+        """Return the bytes of rows, uint8 `[N, bytes]`; a tensor of one dimension is one row."""
         tensor = rows.tensor
         raw = self._bytes[tensor.start : tensor.start + tensor.num_bytes].view(-1, tensor.row_bytes)
         if rows.expert is not None:

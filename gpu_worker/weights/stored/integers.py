@@ -14,7 +14,8 @@ from gpu_worker.weights.stored.format import IntegerFormat, Packing
 from gpu_worker.weights.tensor_file import TensorSpec
 
 _AWQ_PLACES: Final = (0, 4, 1, 5, 2, 6, 3, 7)
-"""Which nibble of a word each of its eight consecutive outputs has; 0 is the lowest."""
+"""For each of the eight consecutive outputs in a word: the nibble that holds it; 0 is the
+lowest."""
 
 
 def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:

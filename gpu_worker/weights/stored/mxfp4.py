@@ -17,7 +17,7 @@ from kernels.cpu import linear as native
 from kernels.reference.linear.quantized import E2M1, powers_of_two
 
 NAN_SCALE: Final = 255
-"""The scale that stands for NaN, and not for a power of two."""
+"""The code of a scale that stands for NaN, not for a power of two."""
 LARGEST_SCALE: Final = 240
 """The code of 2^113, the largest supported scale. GPU kernels multiply scales by 2^14 in float32,
 which overflows for larger scales."""

@@ -14,7 +14,7 @@ from gpu_worker.weights.tensor_file import Extent, Piece, TensorFile
 
 _STACKED: Final = re.compile(r"(.+\.experts)\.(gate_up|down)_proj(|_scale_inv)")
 _BLOCK: Final = 128
-"""In fp8 checkpoints, blocks of so many inputs and as many outputs share a scale."""
+"""In fp8 checkpoints, a block of this many inputs and as many outputs has one scale."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,7 +22,7 @@ class _Map:
     """A map of an expert, in a stacked tensor."""
 
     place: Piece
-    """`[1, inputs, outputs]` if transposed, else `[1, outputs, inputs]`."""
+    """Where the map is: `[1, inputs, outputs]` if transposed, else `[1, outputs, inputs]`."""
     is_transposed: bool
 
     @property
