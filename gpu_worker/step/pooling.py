@@ -24,7 +24,7 @@ class Scorer(Protocol):
     """A model with a classification head."""
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Map the hidden states of first tokens, `[P, E]`, to scores, `[P, 1]`."""
+        """Map the hidden states of prompts' first tokens, `[P, E]`, to scores, `[P, 1]`."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -75,7 +75,7 @@ class Pooler:
             self._kept[row] = _Kept(start + num_tokens, before, value)
 
     def token_types(self, scheduled: ScheduledRows, device: torch.device) -> torch.Tensor | None:
-        """Return int64[T]: 1 for tokens of the second text of a pair that is scored, else 0.
+        """Return int64[T]: 1 for each token in the second text of a scored pair of texts, else 0.
 
         None: no sequence is a pair of texts.
         """

@@ -89,7 +89,7 @@ class Rows:
         """Number of blocks of one KV group in each block table, stale entries included. Until the
         row gets another sequence, the number only grows."""
         self.table_version = np.zeros(num_rows, np.int64)
-        """Incremented when a block table changes other than by growing."""
+        """By row: incremented when the row's block table changes in another way than by growing."""
         self.num_prompt = np.zeros(num_rows, np.int64)
         self.num_tokens = np.zeros(num_rows, np.int64)
         self.num_computed = np.zeros(num_rows, np.int64)
@@ -143,7 +143,7 @@ class Rows:
     def advance(self, rows: Int64Array, num_tokens: Int64Array) -> None:
         """Count the tokens that decoding rows gained in a step. Both arguments are int64[N].
 
-        A row ends when it has `max_total` tokens.
+        A row's sequence ends when it has `max_total` tokens.
         """
         self.num_tokens[rows] += num_tokens
         self.num_computed[rows] = self.num_tokens[rows] - 1

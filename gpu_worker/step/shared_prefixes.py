@@ -25,7 +25,8 @@ def find_shared(
 
     Args:
         tables: int32[S, M]; entries beyond a sequence's end may have any value.
-        seq_lens: int32[S]: tokens of each sequence, including this step's; 0: padding.
+        seq_lens: int32[S]: the number of tokens of each sequence, including this step's; 0 for
+            padding.
         block_size: P.
     """
     num_seqs, width = tables.shape

@@ -19,7 +19,7 @@ _RUN: Final = 32
 """A group has a multiple of this number of input features, or it has all K."""
 _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
-"""`torch._scaled_mm` takes numbers of features that are multiples of this."""
+"""`torch._scaled_mm` needs K and N that are multiples of this number."""
 _FP8_CAPABILITY: Final = (9, 0)
 """The least compute capability for fp8 products with a scale for each token and each output
 feature."""
@@ -186,7 +186,7 @@ class OneTileLinear:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ScaledLinear:
-    """A map of fp8 numbers: activations are rounded to fp8, too, with a scale for each token."""
+    """A map with an fp8 weight; it rounds activations to fp8, too, with a scale for each token."""
 
     weight: torch.Tensor
     """e4m3 [N, K], contiguous; the product takes its transpose."""

@@ -68,7 +68,7 @@ class QuantizedGroup:
 
 
 def group(linears: Sequence[Linear]) -> GroupedLinear | None:
-    """Make one map of several; return None if no kernel takes them together.
+    """Make one map of several; return None if no kernel multiplies them together.
 
     Weights of 16 or 32 bits stay where they are, and quantized weights are copied. Fp8 weights are
     multiplied as 16-bit numbers; activations are not rounded.

@@ -79,7 +79,7 @@ def read_architecture(fields: JsonFields) -> str:
 
 
 def read_model_config(fields: JsonFields) -> ModelConfig:
-    """Parse config.json and generation_config.json, by the field names of most families.
+    """Parse config.json and generation_config.json, with the field names that most families use.
 
     Raises:
         ModelError: A file or field is missing or malformed.

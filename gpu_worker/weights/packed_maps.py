@@ -121,7 +121,8 @@ class PackedMaps:
         self._num_packed = 0
         self._num_dequantized = 0
         self._marks: Collection[str]
-        """Suffixes of tensor names; each packed map has a tensor with one of these."""
+        """Suffixes of tensor names; each packed map has a tensor whose name ends with one of
+        them."""
         match stored:
             case IntegerFormat():
                 self._marks = ("qweight",)

@@ -237,7 +237,10 @@ class Weights:
         *,
         bias: bool,
     ) -> Linear:
-        """Make one fused map. A part is a name, its weight's shape, and the slices to use."""
+        """Make one fused map.
+
+        A part is a map's name, the shape of its weight, and the slices of the weight to use.
+        """
         joined_bias = None
         if bias:
             joined_bias = self._joined(

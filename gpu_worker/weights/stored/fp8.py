@@ -50,7 +50,7 @@ class Fp8Weight:
 def unpack_fp8(
     stored: Fp8Format, tensors: Mapping[str, torch.Tensor], rows: slice, columns: slice
 ) -> Fp8Weight:
-    """Return a part of a map's weight, exactly; `tensors` have the names that `fp8_tensors` gives.
+    """Return the part `[rows, columns]` of a map's weight; `fp8_tensors` names the `tensors`.
 
     If the part would cut a block, blocks are split into smaller ones with the same scale.
     """

@@ -68,8 +68,8 @@ class _Rows:
     tensor: GgufTensor
     expert: int | None = None
     num_rotated_heads: int | None = None
-    """Number of heads, if the rows of a head are in the order of Llama's own rotary embedding, in
-    which the two rows of a rotated pair are neighbours. None: the rows are in the order of
+    """Number of heads, if each head's rows are in the order of Llama's own rotary embedding: there
+    the two rows of a rotated pair are neighbours. None: the rows are in the order of
     `transformers`."""
     has_one_more: bool = False
     """Whether the file's numbers are those of `transformers` plus 1."""
@@ -200,7 +200,7 @@ class GgufFile:
 
 
 def open_gguf_files(directory: Path) -> list[GgufFile]:
-    """Return the GGUF files of a directory that `model_files` made; the list may be empty.
+    """Return the GGUF files of `directory`, which `model_files` made; the list may be empty.
 
     Raises:
         ModelError: See `GgufFile`.

@@ -33,7 +33,7 @@ def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[st
 
 
 def unpack_integers(stored: IntegerFormat, tensors: Mapping[str, torch.Tensor]) -> QuantizedWeight:
-    """Return the weight `(q - zero) * scale` of a map, exactly: scales and offsets are float32.
+    """Return a map's weight, `(q - zero) * scale` for packed integers q, without rounding.
 
     Args:
         stored: How the map is packed.
