@@ -81,7 +81,8 @@ class StepLoop:
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None
         self._is_trusted = True
-        """False after a failed step, which may have written to any block; True after `attach`."""
+        """False after a failed step, which may have written to any block; True after the next
+        `attach`."""
         self._is_stopped = False
         self._busy_since_s: float | None = None
         self._failure: str | None = None

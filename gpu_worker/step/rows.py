@@ -1,10 +1,10 @@
 """The persistent batch: the state of the sequence in each row, and which rows compute in a step.
 
-A row is free, or has known tokens left to compute, or *decodes*. A decoding row computes its last
-sampled token in every step. `apply` knows at once whether a row samples a token; the token's value
-arrives later (`store_sampled`), perhaps after the next step was started. So the number of tokens of
-a row does not depend on the values of its tokens. Only the calls of `end`, which end a sequence
-early, depend on values.
+A row is free, prefills or *decodes*. A row that prefills computes its tokens in chunks. A decoding
+row computes its last sampled token in every step. `apply` knows at once whether a row samples a
+token; the token's value arrives later (`store_sampled`), perhaps after the next step was started.
+So the number of tokens of a row does not depend on the values of its tokens. Only the calls of
+`end`, which end a sequence early, depend on values.
 
 With guessed tokens (`speculative/verify.py`), the number of tokens that a row gains in a step
 depends on the values of tokens. So `advance` must count the tokens of a step before the next step
@@ -13,7 +13,7 @@ is applied.
 Each row's tokens, by position::
 
     [0, num_computed)           their KV is in the row's blocks once all applied steps are done
-    [num_computed, num_tokens)  known, to be computed; exactly one while the row decodes
+    [num_computed, num_tokens)  to be computed; exactly one token while the row decodes
 """
 
 from collections import deque
@@ -51,8 +51,7 @@ class ScheduledRows:
     num_decodes: int
     sampling: Int64Array
     """int64[N]: indexes into `rows` of the rows that sample, ascending. A row samples if it
-    computes its last known token. A row with guesses appears once for each token that it
-    computes."""
+    computes its last token. A row with guesses appears once for each token that it computes."""
     positions: Int64Array
     """int64[N]: each sampled token's index in its sequence."""
     incarnations: Int64Array
@@ -97,8 +96,8 @@ class Rows:
         self.adapter = np.zeros(num_rows, np.int64)
         self.is_used = np.zeros(num_rows, np.bool_)
         self.is_decoding = np.zeros(num_rows, np.bool_)
-        """Rows that the scheduler counts as decoding, including ended rows until they are released.
-        """
+        """Whether the scheduler counts the row as decoding. The scheduler counts an ended row until
+        it releases the row."""
         self.incarnation = np.zeros(num_rows, np.int64)
         """Incremented when a row gets a sequence, and by `clear`, so that results for the row's
         earlier sequences are recognized."""
@@ -109,7 +108,7 @@ class Rows:
         """Length of each row's ended sequence. `num_tokens` keeps growing, because the scheduler
         counts the row as decoding until it releases the row."""
         self._has_stopped = np.zeros(num_rows, np.bool_)
-        """Whether the ended sequence's last token is an end token."""
+        """By row: whether the last token of its ended sequence is an end token."""
         self._new: list[NewSequence | None] = [None] * num_rows
         """The sequence of each row, as the plan described it."""
         self._logprobs: dict[int, deque[StepLogprob]] = {}

@@ -42,7 +42,7 @@ _IN_A_FORM = SamplingParams(
 )
 _PROMPT_TOKENS = 4
 _NUM_DECODES = 3
-"""The largest number of steps in which a row of `warm_up` decodes."""
+"""The largest number of steps in which a row of `_one_then_two` decodes."""
 _SEQS_OF_ONE_VARIANT = 256
 """The decode kernel has one variant for at most this number of sequences, and another for each
 power of two above this number."""

@@ -70,8 +70,8 @@ class Checkpoint:
         """Copy a piece to `out`, converting dtype and device. Reads only that piece.
 
         Raises:
-            ModelError: The tensor's shape is not `piece.shape`, or the tensor has NaN, or its dtype
-                differs from that of `out` and one of the two dtypes needs scales.
+            ModelError: The tensor's shape is not `piece.shape`; the tensor has NaN; or its dtype is
+                not that of `out`, and one of the two dtypes needs scales.
         """
         file = self._name_to_file[piece.name]
         piece = replace(piece, name=self._name_in_file[piece.name])

@@ -61,7 +61,8 @@ class Weights:
 
         `ranks` are the devices that share the model; None: this device only. `stored` is how the
         checkpoint packs its linear maps; None: it does not pack them. If `is_batch_invariant`, the
-        maps that `linear` and `head` make give a token the same bits whatever the other tokens are.
+        maps that `linear` and `head` make compute the same bits for a token whatever the other
+        tokens are.
         """
         self.names = names
         self.ranks = ranks

@@ -33,7 +33,7 @@ class Packing(Enum):
 
 @dataclass(frozen=True, slots=True)
 class IntegerFormat:
-    """Unsigned integers, with a zero point and a scale per group of input features."""
+    """Unsigned integers; each output feature has a zero point and a scale per group of inputs."""
 
     packing: Packing
     bits: int
