@@ -67,7 +67,7 @@ class Generation:
 
 
 class LLM(Closes):
-    """A model and the processes that serve it; they end at `close`, or with this process.
+    """A model, and the processes that serve it until `close`, or until this process ends.
 
     Threads may share an LLM.
     """
@@ -160,7 +160,7 @@ class LLM(Closes):
 
 
 def _listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
-    """Return a list of prompts; a list of numbers is one prompt."""
+    """Return `prompts` as a list of prompts; a string or a list of numbers is one prompt."""
     if isinstance(prompts, str):
         return [prompts]
     listed: list[Any] = list(prompts)
@@ -184,7 +184,7 @@ async def _generate(
     options: GenerateOptions,
     on_done: Callable[[Completion], None],
 ) -> list[Completion]:
-    """Run up to MAX_REQUESTS requests at a time; the first error cancels the others."""
+    """Run up to MAX_REQUESTS requests at a time; the first error cancels all other requests."""
     completions: list[Completion | None] = [None] * len(prompts)
     left = iter(range(len(prompts)))
 

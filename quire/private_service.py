@@ -68,7 +68,7 @@ class PrivateService(Closes):
 
     @property
     def pid(self) -> int:
-        """The process id of the supervisor."""
+        """The process id of `quire up`."""
         return self._process.pid
 
     def close(self) -> None:

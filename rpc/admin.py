@@ -20,7 +20,7 @@ log = structlog.get_logger()
 
 
 class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
-    """Answers the calls of `quire.v1.AdminService`; a drain sets `stopping`."""
+    """Answers the calls of `quire.v1.AdminService`; a drain of the process sets `stopping`."""
 
     def __init__(
         self,
@@ -45,7 +45,10 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
         request: admin_pb2.DrainRequest,
         context: "grpc.aio.ServicerContext[Any, Any]",
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
-        """Start the drain, and report its progress until the end."""
+        """Drain the process or a worker, and yield the progress until the drain has ended.
+
+        The progress is the number of live requests or sequences.
+        """
         self._operators.check(context.peer(), "drains, except on SIGTERM,")
         if request.worker:
             if self._drain_worker is None:
@@ -68,5 +71,5 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
                 continue
 
     def close(self) -> None:
-        """End all calls, because the process has drained."""
+        """End all calls of `Drain`, because the process has drained."""
         self._closed.set()

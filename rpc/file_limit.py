@@ -1,6 +1,6 @@
 """Limits the number of connections, so that a process stays below its limit of open files.
 
-A process at that limit (`ulimit -n`) can neither accept nor refuse connections: their clients wait.
+A process at that limit (`ulimit -n`) can neither accept nor refuse connections: new clients wait.
 So servers refuse connections before the process reaches that limit.
 """
 
@@ -9,8 +9,8 @@ import resource
 from typing import Final
 
 _RESERVED: Final = 128
-"""How many open files are left for uses other than connections of clients, such as sockets to other
-processes. With a limit below 256, half of the limit is left."""
+"""Number of open files that are reserved for uses other than clients' connections, such as sockets
+to other processes. If the limit of open files is below 256, half of the limit is reserved."""
 
 
 def raise_file_limit() -> None:

@@ -66,12 +66,12 @@ def make_grpc_server(
 ) -> Server:
     """Make a server that does not listen yet.
 
-    `interceptors` may raise a QuireError, because the server's own interceptors, for trace context
-    and errors, run around them. If `max_received_mb` is given, it limits the size of requests
-    instead of `settings.max_message_mb`. With `shares_port`, other processes may listen on the same
-    port. `by_grpcio` chooses grpcio's server; otherwise the server is an `Http2Server`, which
-    spends less time on each message. Compressed requests are UNIMPLEMENTED unless
-    `accepts_compressed`.
+    `interceptors` may raise a QuireError, because the server's `ErrorInterceptor` runs around
+    `interceptors` and converts errors to a status. If `max_received_mb` is given, it limits the
+    size of requests instead of `settings.max_message_mb`. With `shares_port`, other processes may
+    listen on the same port. `by_grpcio` chooses grpcio's server; otherwise the server is an
+    `Http2Server`, which spends less time on each message. Unless `accepts_compressed`, the server
+    answers a compressed request with UNIMPLEMENTED.
     """
     chain = [
         telemetry.TraceInterceptor(),

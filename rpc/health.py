@@ -1,4 +1,4 @@
-"""Health of a process: its parts declare it, and gRPC and HTTP probes read it."""
+"""Health of a process, which gRPC and HTTP probes read."""
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection
@@ -16,7 +16,7 @@ from contract.errors import NotFoundError
 HEALTH_SERVICE_NAME: str = health_pb2.DESCRIPTOR.services_by_name["Health"].full_name
 
 _RECHECK_S = 1.0
-"""Interval at which a watch repeats the liveness checks, because checks do not report changes."""
+"""Interval at which `Watch` repeats the liveness checks, because checks do not report changes."""
 
 _Status = health_pb2.HealthCheckResponse.ServingStatus
 
@@ -33,7 +33,7 @@ class _State:
 class Health:
     """Readiness, which the process declares, and liveness, which checks determine.
 
-    The methods may be called from any thread; callbacks run in that thread.
+    The methods may be called from any thread; callbacks run in the calling thread.
     """
 
     _state: _State = field(default=_State(ready=False, status="starting", progress=None))
@@ -80,7 +80,10 @@ class Health:
         return {name: read() for name, read in self._details.items()}
 
     def before_scrape(self, refresh: Callable[[], Awaitable[None]]) -> None:
-        """Await `refresh` before each answer of `/metrics`; for gauges with a peer's values."""
+        """Await `refresh` before each answer of `/metrics`.
+
+        `refresh` updates gauges whose values come from another process.
+        """
         self._before_scrape.append(refresh)
 
     async def refresh_metrics(self) -> None:
@@ -95,16 +98,16 @@ class Health:
 
     @property
     def status(self) -> str:
-        """The status in words: "ready", "ready, but ...", or why it is not ready."""
+        """The status in words: "ready", "ready, but ...", or why the process is not ready."""
         return self._state.status
 
     @property
     def progress(self) -> float | None:
-        """The progress of a long start, in [0, 1]; None: unknown."""
+        """The progress of a long start, in [0, 1]; None: unknown, or the start has ended."""
         return self._state.progress
 
     def failures(self) -> dict[str, str]:
-        """Return the failing liveness checks: name to problem."""
+        """Return the problem of each failing liveness check, by the check's name."""
         found: dict[str, str] = {}
         for name, check in tuple(self._checks.items()):
             problem = check()
@@ -122,10 +125,10 @@ class Health:
 
 
 class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
-    """Answers `grpc.health.v1.Health`; the process ("") and all its services are ready together.
+    """Answers `grpc.health.v1.Health`; the process and all its services have the same status.
 
-    gRPC's own servicer is not used. It would store a second copy of the status, and it forgets all
-    watchers of a service when the first of them leaves.
+    The service name "" means the process. gRPC's own servicer is not used: it would store a second
+    copy of the status, and it forgets all watchers of a service when the first watcher leaves.
     """
 
     def __init__(self, health: Health, service_names: Collection[str]) -> None:
@@ -169,7 +172,7 @@ class HealthServicer(health_pb2_grpc.HealthServicer):  # type: ignore[misc]
             self._watchers.discard(changed)
 
     def close(self) -> None:
-        """End all watches, which would delay the server's stop."""
+        """End all calls of `Watch`, which would delay the server's stop."""
         self._closed = True
         self._wake()
 

@@ -38,8 +38,8 @@ async def keep_trimmed() -> None:
     """Trim malloc whenever the process has grown, until cancelled.
 
     Garbage is collected before each trim, because a few objects in reference cycles may keep large
-    requests in memory. Python itself would collect them only after many more allocations (see the
-    thresholds in `rpc.server`).
+    requests in memory. Python itself would collect such objects only after many more allocations
+    (see the thresholds in `rpc.server`).
     """
     least, wait_s = _resident_bytes(), _FIRST_WAIT_S
     while True:

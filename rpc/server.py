@@ -39,11 +39,13 @@ _FLUSH_S = 2.0
 """Time for calls to send their last bytes after `on_drain`."""
 
 _GC_THRESHOLDS = (10_000, 0, 250)
-"""Thresholds of Python's garbage collector. They keep collections short, and full ones rare: a
-collection visits new objects after 10,000 more allocations than deallocations, and every second one
-also visits the survivors of the last one. A full collection visits all objects, after five million
-allocations at the earliest. While thousands of requests came in one stream, a collection took at
-most 23 ms; with 25,000 in place of 10,000 it took 81 ms."""
+"""Thresholds of Python's garbage collector, for short collections and rare full collections.
+
+When 10,000 more objects have been allocated than freed since the last collection, a collection
+visits the new objects. Every second collection also visits the objects that survived the collection
+before. A full collection visits all objects, after five million allocations at the earliest. While
+thousands of requests came in one stream, a collection took at most 23 ms. With 25,000 in place of
+10,000, a collection took 81 ms."""
 
 log = structlog.get_logger()
 
@@ -84,7 +86,8 @@ async def serve(
     interceptors handle errors and trace context, and run around `interceptors`. HTTP serves `http`,
     `/health`, `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
 
-    `on_started` runs when both servers listen; the caller declares `health` ready.
+    `on_started` runs when the gRPC and HTTP servers listen. The caller of `serve` declares `health`
+    ready.
 
     To drain, the process first declares itself not ready. Then `on_drain` refuses new requests,
     waits for the live ones and ends long-lived streams, within `settings.drain_s`; calls that
@@ -97,13 +100,13 @@ async def serve(
     see `rpc.admin`; for `max_received_mb`, `grpc_by_grpcio` and `accepts_compressed` see
     `make_grpc_server`.
 
-    With `shared_http_port`, HTTP listens on that port as well, and other processes may share it and
-    the port of gRPC. A drain then begins when this process closes its sockets at both ports, so
-    that new connections go to the other processes.
+    With `shared_http_port`, HTTP listens on that port as well, and other processes may share that
+    port and the gRPC port. At the start of a drain, this process closes its sockets at these two
+    ports, so that new connections go to the other processes.
 
     Raises CannotListenError if an address is not available, the errors of `on_started`, and the
     error that ended grpcio's server. After any of these errors the process must end, so that
-    another can listen.
+    another process can listen.
     """
     stopping = stop if stop is not None else asyncio.Event()
     grace_s = settings.drain_s if on_drain is None else _FLUSH_S
@@ -172,10 +175,10 @@ async def before_serving(
 ) -> T | None:
     """Await `wait()` before `serve`; return None if SIGTERM, SIGINT or `stop` comes first.
 
-    With `probes`, HTTP serves `/health`, `/ready` and `/metrics` in the meantime.
+    With `probes`, HTTP serves `/health`, `/ready` and `/metrics` while `wait()` runs.
 
     Raises:
-        CannotListenError: The port of HTTP is not available.
+        CannotListenError: The HTTP port is not available.
     """
     with _signals_set(stop):
         if probes is None:
@@ -230,7 +233,7 @@ def _add_health_and_reflection(
 
 
 async def _unless(stopping: asyncio.Event, starting: Awaitable[T]) -> T | None:
-    """Await `starting`, but cancel it and return None if the process must stop."""
+    """Await `starting`, but cancel it and return None if `stopping` is set first."""
     start = asyncio.ensure_future(starting)
     wait = asyncio.ensure_future(stopping.wait())
     try:
@@ -257,11 +260,12 @@ def _heap_frozen() -> Iterator[None]:
     """Exempt the objects that exist after the start from garbage collection.
 
     Objects such as the pieces of a vocabulary live as long as the process; a full collection that
-    visits them would block the event loop for at least 0.2 s. Collections of new objects become
-    rarer, too: hundreds of streams make thousands of objects per step, few of them garbage. With
-    Python's default, a router spent a third of its time on visiting these objects. With a higher
-    threshold, a collection took 0.1 to 0.25 s of processor time while thousands of requests were
-    live.
+    visits them would block the event loop for at least 0.2 s.
+
+    Collections of new objects become rarer (`_GC_THRESHOLDS`): hundreds of streams make thousands
+    of objects per step, few of them garbage. With Python's default thresholds, a router spent a
+    third of its time on visiting these objects. With thresholds above `_GC_THRESHOLDS`, a
+    collection took 0.1 to 0.25 s of processor time while thousands of requests were live.
     """
     gc.freeze()
     thresholds = gc.get_threshold()
@@ -275,7 +279,7 @@ def _heap_frozen() -> Iterator[None]:
 
 @contextlib.contextmanager
 def _signals_set(stopping: asyncio.Event) -> Iterator[None]:
-    """Let the first SIGTERM and the first SIGINT set `stopping`."""
+    """During the `with` block, let the first SIGTERM and the first SIGINT set `stopping`."""
     if threading.current_thread() is not threading.main_thread():
         yield  # only the main thread gets signals; the caller sets `stopping`
         return

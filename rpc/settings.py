@@ -45,11 +45,15 @@ ModelName = Annotated[
 """A name or path of a model, as for `model_files.locate.find_model`."""
 
 _MAX_UDS_PATH_BYTES = 107
-"""The kernel's limit for a socket address."""
+"""Maximum length of a Unix socket's path, set by the kernel."""
 
 
 def split_at_commas(value: object) -> object:
-    """Return the values of a flag, which may be repeated or contain commas, as a tuple."""
+    """Return the values of a flag as a tuple.
+
+    A flag's `value` is a string, or several strings if the flag is repeated. In a string, commas
+    separate values.
+    """
     if isinstance(value, str):
         value = [value]
     if isinstance(value, list | tuple):
@@ -76,8 +80,8 @@ class LinkSettings(BaseSettings):
     tls_key: Path | None = None
     """PEM file with the private key of --tls-cert, not encrypted."""
     tls_server_name: str = ""
-    """Name to expect in the certificates of called processes; empty: the host of the address. If
-    all these certificates have one name in common, set it to call processes by IP address."""
+    """Name to expect in the certificates of called processes; empty: the host of the address. To
+    call processes by IP address, set this to a name that all their certificates have."""
 
     @property
     def client_tls(self) -> ClientTls | None:
@@ -111,9 +115,9 @@ class ProcessSettings(LinkSettings):
     authorities has signed, except for /health and /ready. Needs --tls-cert, which turns on TLS for
     the process's own ports. Unset: callers need no certificate."""
     tls_client_names: str = ""
-    """Names of accepted callers, separated by commas. A caller's certificate must have one of them
-    as an alternative name (DNS name, URI or address); the common name counts only if there are no
-    alternative names. Needs --tls-client-ca. Empty: accept every certificate from an
+    """Names of accepted callers, separated by commas. A caller's certificate must have one of these
+    names as an alternative name (DNS name, URI or address); the common name counts only if there
+    are no alternative names. Needs --tls-client-ca. Empty: accept every certificate from an
     authority in --tls-client-ca."""
     host: str = "127.0.0.1"
     """Address to listen on, for gRPC and HTTP."""

@@ -22,7 +22,7 @@ TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""Metadata key of the delay before a retry by gRPC's client itself, which ignores `RetryInfo`."""
+"""Metadata key of the delay before a retry that gRPC itself makes; gRPC ignores `RetryInfo`."""
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024
@@ -30,7 +30,7 @@ _MAX_MESSAGE_BYTES = 1024
 percent-encoded, and peers may accept only 8 KiB of metadata."""
 
 _MAX_RETRY_AFTER_S = 3600.0
-"""If a peer asks for a longer delay, this delay is used."""
+"""Longest delay before a retry, even if a peer asks for a longer delay."""
 
 _CODE_TO_ERROR: dict[grpc.StatusCode, type[errors.QuireError]] = {
     error.code: error
@@ -62,7 +62,7 @@ log = structlog.get_logger()
 
 
 def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, TrailingMetadata]:
-    """Return code, message and trailing metadata for a client.
+    """Return the code, message and trailing metadata that tell a client about `error`.
 
     An error other than QuireError is a bug. It is logged with its traceback and a new id, and the
     client gets only the id.
@@ -91,7 +91,7 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
 
 @contextlib.contextmanager
 def calling() -> Iterator[None]:
-    """Convert the errors of a gRPC call to QuireErrors.
+    """Convert the errors of gRPC calls in the `with` block to QuireErrors.
 
     If its channel is closed, a call raises CancelledError, although the task was not cancelled.
     This error becomes UnavailableError, so that the task does not end.
@@ -161,7 +161,7 @@ def rewrapped(
     *,
     wrap_deserializer: Callable[[Any], Any] = lambda deserialize: deserialize,
 ) -> Any:
-    """Return a handler of the same kind whose function is wrapped with `wrap`.
+    """Return a copy of `handler` whose function is wrapped with `wrap`.
 
     `handler` is the result of an interceptor's continuation, not None. `wrap_deserializer` wraps
     the function that parses requests, which is None if requests are bytes.
@@ -175,7 +175,7 @@ def rewrapped(
 
 
 def _or_error(deserialize: Callable[[bytes], Any] | None) -> Callable[[bytes], Any] | None:
-    """Make the parser return errors; if it raised them, gRPC would answer UNKNOWN."""
+    """Make `deserialize` return its errors; if it raised an error, gRPC would answer UNKNOWN."""
     if deserialize is None:
         return None
 
@@ -208,8 +208,8 @@ def _check(request: Any) -> None:
 async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetadata]) -> None:
     """End a call; delete your references to `context` and the request before you await this.
 
-    gRPC's context keeps the AbortError. If the error's traceback led back to the context, both
-    would stay in memory until a garbage collection, and so would the request.
+    gRPC's context keeps the AbortError. If the error's traceback led back to the context, error,
+    context and request would stay in memory until a garbage collection.
     """
     aborting = context.abort(*status)
     del context

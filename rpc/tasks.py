@@ -67,7 +67,7 @@ class SideTasks:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Cancel the tasks; raise a failed task's error unless another is being raised."""
+        """Cancel the tasks; raise a failed task's error, unless the block has raised an error."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
@@ -84,7 +84,7 @@ def retrieve(task: asyncio.Task[Any]) -> None:
 
 
 async def merged(streams: Sequence[AsyncGenerator[_T]]) -> AsyncGenerator[_T]:
-    """Yield the items of all streams as they arrive; then raise an error if a stream has failed."""
+    """Yield the items of all streams as they arrive; at the end, raise a failed stream's error."""
     queue: asyncio.Queue[tuple[_T] | None] = asyncio.Queue()
 
     async def read(stream: AsyncGenerator[_T]) -> None:

@@ -21,8 +21,8 @@ class Pings:
 
     gRPC's own threads answer HTTP/2 pings. In our own server, the event loop answers; no request
     blocks it for long. So a busy peer answers. A stopped peer, or a peer behind a broken network,
-    does not answer, even if the kernel still accepts data. Detection takes at most `after_ms` +
-    `timeout_ms`.
+    does not answer, even if the kernel still accepts data. The connection to such a peer is closed
+    after at most `after_ms` + `timeout_ms`.
     """
 
     after_ms: int
@@ -34,9 +34,9 @@ class Pings:
 
 
 PATIENT = Pings(after_ms=10_000, timeout_ms=20_000, are_sent_idly=True)
-"""For calls that are lost with their connection: rather wait for a slow peer than lose them."""
+"""For calls that fail if the connection is lost: waiting for a slow peer is better than failing."""
 QUICK = Pings(after_ms=1_000, timeout_ms=700, are_sent_idly=False)
-"""For calls that can continue elsewhere. gRPC sends at most one ping per second."""
+"""For calls that can continue at another process. gRPC sends at most one ping per second."""
 
 
 def channel_options(
@@ -46,7 +46,7 @@ def channel_options(
     *,
     max_received_mb: int | None = None,
 ) -> ChannelOptions:
-    """Return limits and keepalive for a server or a channel.
+    """Return gRPC options with the limits and the keepalive of a server or a channel.
 
     `max_message_mb` limits sent and received messages; if `max_received_mb` is given, it limits
     received messages instead. The limits hold for decompressed messages. `max_metadata_kb` limits

@@ -9,8 +9,8 @@ from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc.transport import PATIENT, QUICK, Pings
 
 Targets: TypeAlias = str | Sequence[str]
-"""The routers of one service, each "host:port" or "unix:/path"; commas separate them in a string.
-"""
+"""The routers of one service, each "host:port" or "unix:/path": a sequence, or one string in which
+commas separate the routers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,10 +18,11 @@ class RouterStubs:
     """One router, with two channels that connect at their first call."""
 
     stub: InferenceServiceStub
-    """For calls that are lost with their connection. This stub tolerates half a minute of silence.
-    """
+    """For calls that fail if the connection is lost. The connection counts as lost when the router
+    has been silent for half a minute."""
     resuming_stub: InferenceServiceStub
-    """For calls that can continue elsewhere. This stub tolerates 1.7 seconds of silence."""
+    """For streams of resumable requests, which can continue at another router. The connection
+    counts as lost when the router has been silent for 1.7 seconds."""
 
 
 class Routers:
@@ -52,6 +53,9 @@ class Routers:
         return self._routers[self._index]
 
     def failed(self, router: RouterStubs, error: QuireError) -> None:
-        """Switch to the next router if `router` is unavailable and still the current one."""
+        """Switch to the next router if `error` is an UnavailableError.
+
+        Does nothing if `router` is no longer the current router.
+        """
         if router is self.current and isinstance(error, UnavailableError):
             self._index = (self._index + 1) % len(self._routers)

@@ -87,7 +87,7 @@ class Completion:
 
 
 class EmbedOptions(TypedDict, total=False):
-    """The keyword arguments of `embed`; the model has defaults for `pooling` and `normalize`."""
+    """The keyword arguments of `embed`; if `pooling` or `normalize` is None, the model decides."""
 
     model: str
     pooling: PoolingKind | Literal["last", "mean", "cls"] | None

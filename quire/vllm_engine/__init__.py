@@ -1,4 +1,4 @@
-"""Stubs of the API with which the gateway SMG calls vLLM.
+"""Stubs of the API with which the Shepherd Model Gateway (SMG) calls vLLM.
 
 `make protos` generates them from protos/quire/vllm_engine.
 """

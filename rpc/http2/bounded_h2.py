@@ -35,12 +35,12 @@ _USED_SETTINGS: Final = frozenset(
         SettingCodes.MAX_FRAME_SIZE,
     )
 )
-"""All other settings are dropped, because h2 would keep up to 65,536 settings and check all of them
-at each SETTINGS frame."""
+"""The client's settings that `BoundedH2` passes to h2. `BoundedH2` drops all other settings: h2
+would keep up to 65,536 settings, and check all of them at each SETTINGS frame."""
 _SETTINGS_OF_STREAMS: Final = frozenset(
     (SettingCodes.INITIAL_WINDOW_SIZE, SettingCodes.MAX_FRAME_SIZE)
 )
-"""Changes of these settings affect all streams."""
+"""The settings whose changes affect all streams."""
 
 
 class _Frames(FrameBuffer):
@@ -58,7 +58,7 @@ class _Frames(FrameBuffer):
 
 
 class _Decoder(Decoder):
-    """Decodes headers; refuses a block that changes the table's size more than twice."""
+    """Decodes headers; refuses a block that resizes the decompression table more than twice."""
 
     _num_changes = 0
 
@@ -83,7 +83,7 @@ def _is_use(event: Event) -> bool:
 
 
 class BoundedH2(H2Connection):
-    """The server's end of a connection; open streams continue after a client's GOAWAY.
+    """The server's side of a connection; open streams continue after a client's GOAWAY.
 
     The caller must call `forget` for each stream that has closed.
     """

@@ -23,7 +23,7 @@ from rpc.http2.outbox import Outbox, OutStream
 
 _EOF: Final[Any] = grpc.aio.EOF  # type: ignore[attr-defined] # the stubs lack it
 _LONGEST_TIMER_S: Final = 1e6
-"""Longer timeouts get no timer, because gRPC allows longer ones than an event loop can schedule."""
+"""Longest timeout that gets a timer; gRPC allows timeouts that an event loop cannot schedule."""
 
 FindHandler: TypeAlias = Callable[[str, Metadata], Awaitable["grpc.RpcMethodHandler[Any, Any]"]]
 
@@ -75,9 +75,9 @@ class Call:
         self._trailers: Headers = []
         self._has_read = False
         self._has_begun = False
-        """Whether the first headers have been sent."""
+        """Whether the response's first headers have been sent."""
         self._is_over = False
-        """Whether the status has been sent, or the client has left."""
+        """Whether the status was sent, or the client has cancelled the call or disconnected."""
         self._callbacks: list[Callable[[Any], None]] = []
 
     # --- for the connection ---------------------------------------------------------------------
@@ -186,7 +186,7 @@ class Call:
     # --- for handlers: writing from another task -------------------------------------------------
 
     def has_room(self) -> bool:
-        """Whether all earlier responses have been sent."""
+        """Whether all responses that were given to `put` or `write` have been sent."""
         return self.stream.unsent is None
 
     async def wait_for_room(self) -> None:
@@ -195,7 +195,7 @@ class Call:
         self._check_live()
 
     def put(self, message: Any) -> None:
-        """Send a response, as far as the client has room for it.
+        """Send as much of a response as the client and the transport have room for.
 
         The rest waits in memory, and is sent before the status. So a caller with many responses
         asks `has_room` first. If the call is over, nothing is sent. A response that is too large
@@ -218,7 +218,7 @@ class Call:
     # --- for handlers: the methods of grpc.aio.ServicerContext that our servicers use ------------
 
     async def read(self) -> Any:
-        """Return the next request, or `grpc.aio.EOF`."""
+        """Return the next request; after the last request, return `grpc.aio.EOF`."""
         if self._has_read:
             await asyncio.sleep(0)  # otherwise thousands of small messages would hold the loop
         self._has_read = True
@@ -233,7 +233,7 @@ class Call:
         return data if self._deserialize is None else self._deserialize(data)
 
     async def write(self, message: Any) -> None:
-        """Send a response; waits until the client has room for all of it."""
+        """Send a response; wait until the whole response has been sent."""
         if self.stream.unsent is not None:
             await self.wait_for_room()
         self.put(message)
@@ -264,7 +264,7 @@ class Call:
         self._details = details
 
     def set_trailing_metadata(self, trailing_metadata: Iterable[Any]) -> None:
-        """Replace the metadata that is sent with the status; raises ValueError if invalid."""
+        """Replace the metadata that is sent with the status; raises ValueError if it is invalid."""
         trailing = tuple(trailing_metadata)
         self._trailers = encode_metadata(trailing)
         self._trailing = trailing

@@ -30,14 +30,14 @@ _RECEIVE_WINDOW_BYTES: Final = 1024 * 1024
 """Flow-control window of the connection, for all its streams together."""
 _MOST_UNREAD_BYTES: Final = 1024 * 1024
 """While more bytes than this wait to be sent, nothing is read from the client. Otherwise answers to
-its pings could pile up."""
+the client's pings could pile up."""
 _LARGE_AT_ONCE: Final = 64
-"""How many messages larger than a stream's window may arrive at the same time."""
+"""How many messages larger than a stream's window may arrive on a connection at the same time."""
 _SLICE_BYTES: Final = 4096
 """Size of the slices in which received bytes are parsed, so that many small frames do not block the
 event loop."""
 _CALLS_AT_ONCE: Final = 100
-"""How many handlers are cancelled in one turn of the event loop; each takes 20 us or more."""
+"""Handlers to cancel in one turn of the event loop; each cancelled handler takes 20 us or more."""
 
 log = structlog.get_logger()
 
@@ -71,7 +71,7 @@ def _peer_of(transport: asyncio.BaseTransport) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection; its server's `connections` contains it while it is open."""
+    """A client's connection; the server's `connections` contains all open connections."""
 
     outbox: Outbox
     peer: str
@@ -85,17 +85,17 @@ class Connection(asyncio.Protocol):
         self.closed: asyncio.Future[None] = self._loop.create_future()
         self._transport = cast("asyncio.Transport", None)
         self._calls: dict[int, Call] = {}
-        """Live calls by stream id, until the status is sent or the client has left."""
+        """Calls by stream id, until the status is sent or the client has cancelled the call."""
         self._waiting: dict[int, Call] = {}
         """The calls in `_calls` whose handlers have not started, oldest first."""
         self._backlog = bytearray()
         """Received bytes that have not been given to h2 yet."""
         self._is_waiting = False
-        """Whether `parse` will be called again for received bytes."""
+        """Whether `parse` is still to be called for received bytes."""
         self._num_received = 0
-        """Bytes of data received since the connection's window was last widened."""
+        """Number of bytes of data received since the connection's window was last widened."""
         self._room = asyncio.Semaphore(_LARGE_AT_ONCE)
-        """A message larger than a stream's window takes one of these places while it arrives."""
+        """Limits how many messages larger than a stream's window arrive at the same time."""
         self._is_reading = True
         self._is_leaving = False
         self._is_closed = False
@@ -377,7 +377,7 @@ class Connection(asyncio.Protocol):
         self._transport.abort()
 
     def _keep_alive(self) -> None:
-        """Ping a silent client, and close the connection if it does not answer."""
+        """Ping a silent client, and close the connection if the client does not answer."""
         if self._is_pinged:
             log.debug("an HTTP/2 client did not answer a ping", peer=self.peer)
             self._abort()

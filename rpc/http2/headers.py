@@ -28,7 +28,7 @@ _UNIT_S: Final = {b"H": 3600.0, b"M": 60.0, b"S": 1.0, b"m": 1e-3, b"u": 1e-6, b
 _MOST_DETAILS: Final = 200
 """Maximum number of characters in a refusal's text, which quotes what the client has sent."""
 _FIELD_BYTES: Final = 32
-"""HTTP/2 counts this many bytes for each header, besides those of its name and value."""
+"""HTTP/2 counts this many bytes for each header, in addition to the bytes of name and value."""
 _IDENTITY: Final = "identity"
 ENCODING_TO_WBITS: Final = {_IDENTITY: 0, "deflate": 15, "gzip": 31}
 """zlib's `wbits` for each `grpc-encoding`; 0: messages are not compressed."""

@@ -13,12 +13,12 @@ WINDOW_BYTES: Final = 65_535
 """Maximum number of bytes that a client may send on a stream before the handler reads; HTTP/2's
 default."""
 _LARGE_S: Final = 60.0
-"""Longest time for a message larger than `WINDOW_BYTES` to arrive, because a connection has few
-places for such messages (`room`)."""
+"""Longest time for a message larger than `WINDOW_BYTES` to arrive. The time is limited because only
+a limited number of such messages may arrive on a connection at once."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024
-"""Bytes of a message that are inflated on the event loop; a thread inflates the rest."""
+"""The event loop inflates a message up to this size; a thread inflates the rest."""
 
 
 class RefusedMessageError(Exception):
@@ -33,8 +33,8 @@ class RefusedMessageError(Exception):
 class Inbox:
     """Collects received bytes and splits them into messages.
 
-    The client may send `WINDOW_BYTES` before a handler reads them. While a handler waits for a
-    larger message, the client may send all of that message, if there is a place for it in `room`.
+    The client may send `WINDOW_BYTES` before a handler reads them. To read a larger message, a
+    handler first acquires `room`, and then lets the client send the whole message.
     """
 
     def __init__(
@@ -44,10 +44,10 @@ class Inbox:
         allow: Callable[[int], None],
         room: asyncio.Semaphore,
     ) -> None:
-        """`allow(n)` lets the client send n bytes more; at first it may send `WINDOW_BYTES`.
+        """At first the client may send `WINDOW_BYTES`; `allow(n)` lets the client send n more.
 
         The inboxes of a connection share `room`, which limits how many messages larger than
-        `WINDOW_BYTES` they receive at the same time.
+        `WINDOW_BYTES` arrive on the connection at the same time.
         """
         self._max_bytes = max_bytes
         self._encoding = encoding

@@ -42,11 +42,11 @@ class FrameBudget:
         self._at = now
 
     def earn(self, num_frames: int) -> None:
-        """Count frames that were sent to the client."""
+        """Increase the budget, because frames were sent to the client."""
         self._left = min(self._left + num_frames, self._most)
 
     def spend(self, num_frames: int, now: float) -> bool:
-        """Count frames from the client. Returns False if they exceed the budget."""
+        """Subtract frames that the client has sent; return whether the budget was large enough."""
         self._left = min(self._left + (now - self._at) * _REFILL_PER_S, self._most) - num_frames
         self._at = now
         return self._left >= 0

@@ -15,7 +15,7 @@ from h2.connection import H2Connection
 from h2.stream import H2Stream
 
 _FULL_BYTES: Final = 64 * 1024
-"""Frames are collected until the end of the event loop's turn, or until they have this size."""
+"""Frames are collected until the event loop's turn ends, or until their total size reaches this."""
 
 _FRAME_AND_PREFIX: Final = struct.Struct(">BHBBIBI")
 """A DATA frame's header (length in 8 and 16 bits, type, flags, stream), then a message's prefix
@@ -182,7 +182,10 @@ class Outbox:
                 stream.is_queued = False
 
     def _send_frame(self, stream: OutStream) -> bool:
-        """Send one frame of a stream's unsent bytes; return False if it can send no more now."""
+        """Send one frame of a stream's unsent bytes; return whether to try another frame.
+
+        False: nothing is unsent, or the client must widen the stream's window first.
+        """
         h2, own, unsent = self._h2, stream.h2, stream.unsent
         if unsent is None:
             return False

@@ -1,4 +1,4 @@
-"""The gRPC server: ports, services, start and stop."""
+"""`Http2Server`, our own gRPC server: ports, services, start and stop."""
 
 import asyncio
 import socket
@@ -25,7 +25,7 @@ _Find: TypeAlias = Callable[[grpc.HandlerCallDetails], Awaitable[Any]]
 
 
 class _CallDetails(grpc.HandlerCallDetails):
-    """The details of a call that interceptors see."""
+    """What interceptors see of a call before its handler runs."""
 
     def __init__(self, method: str, metadata: Metadata) -> None:
         self.method = method
@@ -80,7 +80,7 @@ class Http2Server:
         return self.add_secure_port(address, None)
 
     def add_secure_port(self, address: str, context: ssl.SSLContext | None) -> int:
-        """Bind "host:port" for TLS; return the port.
+        """Bind an address as `add_insecure_port` does; with a `context`, the port uses TLS.
 
         Raises:
             OSError: The address is not available.

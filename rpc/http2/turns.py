@@ -19,7 +19,7 @@ class Parser(Protocol):
 class ParsingTurns:
     """Lets connections parse in turn, so that many small frames do not hold the event loop.
 
-    The limit on time is for all connections together, so it holds for any number of clients.
+    In each turn of the event loop, all connections together parse for about `_TURN_S` at most.
     """
 
     def __init__(self) -> None:

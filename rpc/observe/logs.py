@@ -13,7 +13,10 @@ LogFormat = Literal["auto", "json", "console"]
 
 
 def configure(level: LogLevel, format: LogFormat, service: str) -> None:  # noqa: A002
-    """Configure `structlog` and standard loggers; "auto" is "console" only on a terminal."""
+    """Configure `structlog` and standard loggers.
+
+    The `format` "auto" means "console" on a terminal, and "json" elsewhere.
+    """
     numeric_level = logging.getLevelNamesMapping()[level.upper()]
     shared: list[Processor] = [
         structlog.contextvars.merge_contextvars,

@@ -1,8 +1,8 @@
-"""Detects stalls of an event loop: how long they last, and the stack of its thread.
+"""Detects stalls of an event loop: how long they last, and the stack of the loop's thread.
 
 A separate thread posts a callback to the loop a few times per second and measures how late it runs.
-The lag is measured from the time at which the post was due, because code that holds the GIL also
-delays this thread.
+This lag counts from the time at which the post was due, because code that holds the GIL also delays
+the post.
 """
 
 import asyncio
@@ -17,7 +17,7 @@ from types import TracebackType
 from typing import Final, Self
 
 _STILL_S: Final = 5.0
-"""A stall that exceeds the threshold by this time is reported even before it ends."""
+"""A stall that exceeds the threshold by this many seconds is reported even before it ends."""
 _MAX_FRAMES: Final = 16
 
 

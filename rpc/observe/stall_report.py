@@ -1,4 +1,4 @@
-"""Reports how late the event loop runs (a metric), and each stall (a log line and a span)."""
+"""Reports how late the event loop runs (a metric), and each stall (log line, metric and span)."""
 
 import time
 
@@ -23,7 +23,7 @@ log = structlog.get_logger()
 
 
 def report_stall(stall: Stall) -> None:
-    """Log a stall; if it is over, also add its duration to the metric and record a span."""
+    """Log a stall; if it is over, also add it to STALLED_SECONDS and record a span."""
     lasted_s, cpu_s = round(stall.lasted_s, 3), round(stall.cpu_s, 3)
     if not stall.is_over:
         log.error("the event loop is blocked", lasted_s=lasted_s, cpu_s=cpu_s, stack=stall.stack)

@@ -1,9 +1,9 @@
 """Passes trace context between processes, and exports spans.
 
-Context is always propagated, as W3C specifies: an incoming `traceparent` is passed on even if this
-process exports nothing. Without an endpoint, and above log level debug, the SDK is not imported.
-The tracer is then OpenTelemetry's no-op tracer: its spans cost almost nothing, and have the context
-of their parent.
+Trace context is always propagated, as W3C specifies: an incoming `traceparent` is passed on even if
+this process exports nothing. If no `otlp_traces_endpoint` is set and the log level is not debug,
+OpenTelemetry's SDK is not imported. The tracer is then OpenTelemetry's no-op tracer: its spans cost
+almost nothing, and have the context of their parent.
 
 The client, or else the router, decides whether a trace is recorded. All other processes follow the
 `traceparent`; `sampled_context` returns None if the trace is not recorded.
@@ -47,7 +47,7 @@ def configure(
 ) -> None:
     """Export spans to `settings.otlp_traces_endpoint`, if set. Call once per process.
 
-    Without an endpoint, at log level debug, all requests are traced, but only in the log.
+    If no endpoint is set and the log level is debug, all requests are traced, but only in the log.
 
     Args:
         service_name: Name of this process in its spans.
@@ -136,7 +136,7 @@ def record_span(
     """Record a span that has ended; times are wall-clock seconds since 1970.
 
     With an empty `parent` the span starts a trace. `links` are contexts of related spans. Returns
-    the span's context, for children and links.
+    the span's context, which can be the `parent` of other spans or one of their `links`.
     """
     span = _TRACER.start_span(
         name,
@@ -173,7 +173,7 @@ class TraceInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Attach the context to the task of the call."""
+        """Attach the caller's trace context to the task of the call."""
         carrier = {
             key: value
             for key, value in handler_call_details.invocation_metadata or ()

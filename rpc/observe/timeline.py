@@ -1,7 +1,8 @@
 """Records a timeline of a process for Perfetto (ui.perfetto.dev) or chrome://tracing.
 
 Until `configure` is called with a directory, nothing is recorded, and a span costs only one check.
-The processes of a machine share a clock, so `merge` can join their files.
+The processes of a machine share a clock, so `merge` can join their files. The viewer shows the
+events of a process in named lanes, such as one for each thread.
 """
 
 import json
@@ -25,7 +26,7 @@ class _Timeline:
     process: str
     path: Path
     events: list[tuple[str, str, int, int, dict[str, Any]]] = field(default_factory=list)
-    """For each: name, lane, start and end in nanoseconds, and values to show."""
+    """Each event's name, lane, start and end in nanoseconds, and values to show."""
 
 
 _timeline: _Timeline | None = None

@@ -1,6 +1,7 @@
 """Decides which traces are recorded.
 
-This module imports OpenTelemetry's SDK, so `telemetry` imports this module only when it needs it.
+This module imports OpenTelemetry's SDK, so `telemetry` imports this module only in a process that
+records traces.
 """
 
 from collections.abc import Sequence

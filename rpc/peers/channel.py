@@ -18,7 +18,7 @@ def open_channel(
     *,
     pings: Pings = PATIENT,
 ) -> grpc.aio.Channel:
-    """Open a channel to "host:port" or "unix:/path", which connects at the first call.
+    """Open a channel to "host:port" or "unix:/path"; the channel connects at its first call.
 
     Calls with a single request carry the current trace context. Long-lived streams carry none: a
     stream serves many requests, and its messages name their traces. Unix sockets do not use TLS.

@@ -1,6 +1,6 @@
 """Finds other processes from a list of targets, which are addresses or DNS names.
 
-`keep_members` runs a task for each process, until the process is no longer listed.
+`keep_members` runs a task for each process, until the process is no longer among the targets.
 """
 
 import asyncio
@@ -23,7 +23,7 @@ class Resolver(Protocol):
     """Looks up the addresses of a name."""
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
-        """Return the current targets of the name; raises OSError if the lookup fails."""
+        """Return a target for each address of `host`; raises OSError if the lookup fails."""
 
 
 class DnsResolver:
@@ -52,7 +52,10 @@ def check_targets(targets: Sequence[str]) -> None:
 
 
 class Discovery:
-    """Looks up DNS names at intervals. Targets that are listed as addresses are always present."""
+    """The current targets: the listed addresses, and the addresses of the listed DNS names.
+
+    Looks up the DNS names at intervals.
+    """
 
     def __init__(
         self, targets: Sequence[str], *, resolver: Resolver | None = None, interval_s: float = 5.0

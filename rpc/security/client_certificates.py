@@ -1,7 +1,8 @@
 """Checks the names in client certificates, for gRPC and HTTP.
 
-TLS accepts every certificate that an authority has signed. If one authority signs the certificates
-of routers, schedulers, workers and clients, the names decide which of them may call this process.
+TLS accepts every certificate that a trusted authority has signed. If one authority signs the
+certificates of routers, schedulers, workers and clients, the names decide which of these may call
+this process.
 """
 
 import contextlib
@@ -82,9 +83,9 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
 
 
 def auth_context(certificate: Mapping[str, Any] | None) -> dict[str, list[bytes]]:
-    """Return a client's names in the format of gRPC's authentication context.
+    """Return the names in a client's certificate, in the format of gRPC's authentication context.
 
-    `certificate` is the client's, as parsed by `ssl`.
+    `certificate` is as parsed by `ssl`; None: the client has no certificate.
     """
     certificate = certificate or {}
     names = [value.encode() for _, value in certificate.get("subjectAltName", ())]
@@ -97,7 +98,7 @@ def certificate_middleware(accepted: Collection[str]) -> Middleware:
     """Make the middleware that answers 401 or 403 to calls without an accepted certificate.
 
     401: the call has no certificate. 403: no name of the certificate is accepted. TLS has already
-    refused certificates of other authorities. Probes need no certificate.
+    refused certificates that no trusted authority has signed. Probes need no certificate.
     """
 
     @web.middleware

@@ -27,7 +27,10 @@ class ServerTls:
     """The certificate, followed by intermediate certificates."""
     key: Path
     client_ca: Path | None = None
-    """Authorities that must have signed client certificates; None: clients need no certificate."""
+    """Authorities, one of which must have signed a client's certificate.
+
+    None: clients need no certificate.
+    """
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +38,7 @@ class ClientTls:
     """The authorities that a client trusts, and its own certificate. All are PEM files."""
 
     ca: Path
-    """Authorities that must have signed the server's certificate."""
+    """Authorities, one of which must have signed the server's certificate."""
     cert: Path | None = None
     """The client's own certificate, for servers that require one."""
     key: Path | None = None
@@ -67,7 +70,7 @@ def explain(details: str) -> str:
 
 
 def check_certificate(cert: Path, key: Path) -> None:
-    """Raise ValueError unless both files can be read and match."""
+    """Raise ValueError unless certificate and key can be read and belong together."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password=_no_password)
     except (OSError, ValueError) as error:  # ssl's own errors are OSErrors
@@ -75,7 +78,7 @@ def check_certificate(cert: Path, key: Path) -> None:
 
 
 def check_authorities(ca: Path) -> None:
-    """Raise ValueError unless the file can be read and has a certificate."""
+    """Raise ValueError unless the file `ca` can be read and has a certificate."""
     try:
         ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT).load_verify_locations(ca)
     except (OSError, ValueError) as error:
@@ -108,23 +111,23 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 
 
 def http_context(tls: ServerTls) -> ssl.SSLContext:
-    """Make an HTTP server's context; each handshake uses the current files.
+    """Make an HTTP server's TLS context; each handshake uses the current files.
 
     TLS accepts clients without a certificate, for probes; the application decides which calls need
-    one. A certificate from another authority ends the handshake.
+    one. A certificate that no authority in `tls.client_ca` has signed ends the handshake.
     """
     return _reloading_context(tls, ssl.CERT_OPTIONAL, ())
 
 
 def http2_context(tls: ServerTls) -> ssl.SSLContext:
-    """Make the context of an `Http2Server`; each handshake uses the current files."""
+    """Make the TLS context of an `Http2Server`; each handshake uses the current files."""
     return _reloading_context(tls, ssl.CERT_REQUIRED, ("h2",))
 
 
 def _reloading_context(
     tls: ServerTls, of_clients: ssl.VerifyMode, protocols: Sequence[str]
 ) -> ssl.SSLContext:
-    """Make a server's context, which reads replaced files again.
+    """Make a server's TLS context, which reads replaced files again.
 
     `of_clients` says whether clients need a certificate; without `tls.client_ca` they need none.
     """
@@ -149,7 +152,7 @@ def _reloading_context(
 
 
 class _Newest(Generic[T]):
-    """Caches the result of `read`, and reads again when the files change. Thread-safe."""
+    """Caches the result of `read`; calls `read` again when a file of `tls` changes. Thread-safe."""
 
     def __init__(self, tls: ServerTls, read: Callable[[], T]) -> None:
         self._files = [file for file in (tls.cert, tls.key, tls.client_ca) if file is not None]
