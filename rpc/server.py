@@ -257,7 +257,7 @@ async def _drain(on_drain: Callable[[], Awaitable[None]], drain_s: float) -> Non
 
 @contextlib.contextmanager
 def _heap_frozen() -> Iterator[None]:
-    """Exempt the objects that exist after the start from garbage collection.
+    """During the `with` block, exempt the objects that exist at its start from garbage collection.
 
     Objects such as the pieces of a vocabulary live as long as the process; a full collection that
     visits them would block the event loop for at least 0.2 s.

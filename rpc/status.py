@@ -164,7 +164,7 @@ def rewrapped(
     """Return a copy of `handler` whose function is wrapped with `wrap`.
 
     `handler` is the result of an interceptor's continuation, not None. `wrap_deserializer` wraps
-    the function that parses requests, which is None if requests are bytes.
+    the function that parses requests; this function is None if requests are bytes.
     """
     kind, make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
     return make(

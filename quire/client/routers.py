@@ -9,8 +9,8 @@ from quire.v1.inference_pb2_grpc import InferenceServiceStub
 from rpc.transport import PATIENT, QUICK, Pings
 
 Targets: TypeAlias = str | Sequence[str]
-"""The routers of one service, each "host:port" or "unix:/path": a sequence, or one string in which
-commas separate the routers."""
+"""The routers of one service, as a sequence, or as one string with commas between the routers. A
+router is "host:port" or "unix:/path"."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -87,7 +87,10 @@ class Completion:
 
 
 class EmbedOptions(TypedDict, total=False):
-    """The keyword arguments of `embed`; if `pooling` or `normalize` is None, the model decides."""
+    """The keyword arguments of `embed`.
+
+    If `pooling` or `normalize` is None, the model's default applies.
+    """
 
     model: str
     pooling: PoolingKind | Literal["last", "mean", "cls"] | None

@@ -165,7 +165,7 @@ class Connection(asyncio.Protocol):
     # --- what the client sends ------------------------------------------------------------------
 
     def parse(self) -> bool:
-        """Parse a slice of the received bytes; return whether there are more."""
+        """Parse a slice of the received bytes; return whether bytes are left to parse."""
         if not self._is_closed:
             part = b""
             if not self._h2.has_more:

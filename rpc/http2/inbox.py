@@ -44,7 +44,7 @@ class Inbox:
         allow: Callable[[int], None],
         room: asyncio.Semaphore,
     ) -> None:
-        """At first the client may send `WINDOW_BYTES`; `allow(n)` lets the client send n more.
+        """At first the client may send `WINDOW_BYTES`; each call `allow(n)` allows n bytes more.
 
         The inboxes of a connection share `room`, which limits how many messages larger than
         `WINDOW_BYTES` arrive on the connection at the same time.

@@ -119,7 +119,7 @@ class Outbox:
         return self._num_bytes >= _FULL_BYTES
 
     def end(self, stream: OutStream) -> None:
-        """Drop the unsent rest of a stream, and send no more messages on it."""
+        """Drop a stream's unsent bytes, and send no more messages on the stream."""
         stream.has_ended = True
         stream.unsent = None
         stream.sent.set()

@@ -22,9 +22,10 @@ class Operators:
         """`check_operator` raises unless the call has an operator's key; None: calls have no keys.
 
         If callers need a certificate but no key, every caller is an operator. If callers need
-        neither, every caller on a Unix socket is an operator, because file permissions protect the
-        socket. With `obeys_loopback`, every caller on the loopback interface is then an operator,
-        too. Beware of a proxy on this machine: calls that the proxy forwards come from loopback.
+        neither key nor certificate, every caller on a Unix socket is an operator, because file
+        permissions protect the socket; with `obeys_loopback`, so is every caller on the loopback
+        interface. Beware of a proxy on this machine: calls that the proxy forwards come from
+        loopback.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates
