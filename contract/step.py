@@ -108,11 +108,12 @@ class Plan:
     num_decodes: int
     """How many rows decode. Each computes one token, and its draft tokens if it has any."""
     released_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose sequence has ended or left. The worker frees these rows first."""
+    """Rows whose sequence has ended or left. The worker frees these rows first. In each later step
+    of a beam its row is here, too, and the beam is in `new_sequences` again, with the same row."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose block table gets one more block of each KV group at its end.
-    `appended_block_ids` has these blocks."""
+    """Rows whose block table gets one more block of each KV group at its end. `appended_block_ids`
+    has these blocks, row after row, and for each row in the order of the KV groups."""
     appended_block_ids: Int32Array = field(default_factory=no_ints)
     placements: Int32Array = field(default_factory=no_ints)
     """Entries to set in block tables, as a flat list of triples: row, place, block. Used only for
@@ -182,7 +183,8 @@ class PromptLogprobs:
 
     row: int
     position: int
-    """The index of the part's first token in the prompt."""
+    """The index of the part's first token in the prompt; at least 1, because the first token of the
+    prompt has no log-probability."""
     logprobs: tuple[StepLogprob, ...]
     """One entry for each token of the part."""
 

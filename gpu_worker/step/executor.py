@@ -1,9 +1,9 @@
 """Executes steps on one device: applies row changes, moves blocks, runs the model, returns results.
 
-A step is launched, then collected. On CUDA two steps may be launched before the first of them is
-collected. Launching never waits for the device, and a decode's input token goes from the sampler to
-the next step without leaving the device. On a CPU a step is done when `launch` returns. One thread
-makes all calls.
+A step is launched, then collected. On CUDA, without drafts, two steps may be launched before the
+first of them is collected. Launching then never waits for the device, and a decode's input token
+goes from the sampler to the next step without leaving the device. On a CPU a step is done when
+`launch` returns. One thread makes all calls.
 """
 
 import contextlib
@@ -275,6 +275,7 @@ class Executor:
             sampled, prompt_scores = self._model_runner.run(scheduled)
             if sampled:
                 readback = Readback(merged(sampled))
+                # Advances the grammars when the tokens arrive, perhaps on another thread.
                 self._sampler.follow(scheduled.rows[scheduled.sampling], readback.token_ids)
         self._busy.end()
         disk_pool = None if len(scheduled.rows) else self._moves.disk_pool

@@ -307,7 +307,10 @@ class LiveRequest:
                 self.finish(seq_key, FinishReason.LENGTH)
 
     def score_prompt(self, position: int, logprobs: Sequence[TokenLogprob]) -> None:
-        """Add log-probabilities of the prompt from `position` on; ignores those that are known."""
+        """Add log-probabilities of the prompt from `position` on; ignores those that are known.
+
+        The first token of the prompt has no log-probability, so `position` is at least 1.
+        """
         if self._prompt_logprobs is not None:
             self._prompt_logprobs += logprobs[len(self._prompt_logprobs) + 1 - position :]
 
@@ -350,7 +353,12 @@ class LiveRequest:
         self._observe_end(output)
 
     def flush(self) -> None:
-        """Pass the due events to the reader; must be called after the last change of a step."""
+        """Pass the due events to the reader; must be called after the last change of a step.
+
+        While `send_to` runs and the client has room, this method puts the events itself. It wakes
+        the reader's task only if the client has no more room, the stream has ended, or `put` has
+        failed. Without `send_to` it always wakes the reader, which takes the events.
+        """
         put, room = self._put, self._room
         if put is not None and self._failure is None:
             try:

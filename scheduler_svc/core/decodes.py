@@ -83,6 +83,7 @@ class SteadyDecodes:
 
     def stop(self, seq: Sequence) -> None:
         assert seq.last_step is not None
+        # When the last step was sent, `send` subtracted the sequence.
         self._num_next -= seq.last_step > self._steps.last
         self._ends.discard(seq.last_step, seq)
         # Step `last_step - i` computes position `max_total_tokens - i - 2`.

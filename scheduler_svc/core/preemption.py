@@ -10,11 +10,12 @@ sequences of a request that moves to another core.
 How: a *swap* copies the sequence's computed blocks to host blocks, which the sequence holds until
 it runs again; a *recompute* drops the blocks, and their tokens are computed again.
 `preemption_mode` names one of the two, or lets the estimated time decide (`tiers/costs.py`); a swap
-also needs room on the host (`tiers/host_room.py`). If the sequence's blocks are still being swapped
-in, the sequence keeps its host blocks and nothing is copied. With recurrent layers, a swap copies
-only up to the last full block with a recurrent state (a *checkpoint*); the tokens after the
-checkpoint are computed again. The tokens that steps in flight sample for the sequence are dropped,
-and drawn again later with the same result.
+also needs room on the host (`tiers/host_room.py`). Beam searches, and requests that pool, are
+always recomputed. If the sequence's blocks are still being swapped in, the sequence keeps its host
+blocks and nothing is copied. With recurrent layers, a swap copies only up to the last full block
+with a recurrent state (a *checkpoint*); the tokens after the checkpoint are computed again. The
+tokens that steps in flight sample for the sequence are dropped, and drawn again later with the same
+result.
 """
 
 from collections.abc import Callable

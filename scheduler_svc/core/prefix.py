@@ -1,8 +1,11 @@
 """The prefix cache: finds KV that a sequence can reuse, and publishes KV that sequences compute.
 
-A full block is found by its hash, which covers all tokens up to its end. Lookups search the device,
-then the host, then the disk. A KV group with a window needs only the blocks that the window still
-sees (`KvGroups.longest_prefix`).
+A full block is found by its hash, which covers all tokens up to its end. With several KV groups,
+`Sequence.block_hashes` has one hash for each block index. The hash of each block, its *name*, is
+made from that hash and the number of the block's KV group (`KvGroups.names`); in group 0, and so in
+a model with one group, the two are equal. Lookups search the device, then the host, then the disk.
+A KV group with a window needs only the blocks that the window still sees
+(`KvGroups.longest_prefix`).
 """
 
 from collections.abc import Sequence as Seq
@@ -61,6 +64,8 @@ class KvLookup:
         The result leaves at least one token to compute, because sampling needs its logits.
         """
         is_swapped = seq.status is SeqStatus.SWAPPED
+        # How many of the known tokens the sequence may find: all but the last one, or, if it was
+        # swapped out, those with KV in its host blocks.
         num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
         hashes = self._hashes(seq, num_known)
         if not self._groups.is_plain:

@@ -54,9 +54,8 @@ class Rows:
         self.set_tokens(row, seq.token_ids)
         self._source[row] = seq.request.source
         self._seq_key[row] = seq.seq_key
-        self._takes_sampled[row] = (
-            seq.group is None
-        )  # beams get their tokens from the search instead
+        # Beams get their tokens from the search instead.
+        self._takes_sampled[row] = seq.group is None
         self.accounts.open(row, seq.rank.account)
         return row
 

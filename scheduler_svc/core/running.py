@@ -225,6 +225,9 @@ class RunningSet:
     def extend(self, beam: Sequence, token_ids: Int32Array) -> None:
         """Let a beam whose tokens are all computed compute a new token, in the same row and blocks.
 
+        To the worker, the beam is a new sequence in each step. So one plan releases the row and
+        gives it to the beam again.
+
         Args:
             beam: A running beam that no step in flight names.
             token_ids: The beam's tokens and one new token. If the new token begins a block, a block
@@ -322,6 +325,8 @@ class RunningSet:
             return
         num_evicted = min(num_lacking, self._pool.num_cached, self._tier.num_demotions_left)
         if num_evicted:
+            # `allocate` takes all free blocks first, so it evicts `num_evicted` cached ones. `drop`
+            # then frees all of them.
             self._pool.drop(self._pool.allocate(self._pool.num_free + num_evicted))
 
     def send(self, builder: PlanBuilder) -> Plan:
@@ -362,7 +367,11 @@ class RunningSet:
         return broken
 
     def num_computed_tokens(self, seq: Sequence) -> int:
-        """Return how many known tokens of a sequence have KV after the steps sent so far."""
+        """Return how many known tokens of a sequence have KV after the steps sent so far.
+
+        While it decodes, its last known token does not count, although a step in flight may be
+        computing it: a sequence that is stopped must compute this token again to get its logits.
+        """
         if seq.status is SeqStatus.PREFILL:
             return seq.num_computed_tokens
         assert seq.row is not None

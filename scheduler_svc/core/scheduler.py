@@ -286,14 +286,16 @@ class Scheduler:
         This method does not visit decoding sequences; it counts them, and gives a block to each of
         the few that need one.
 
-        A step is planned in this order. (1) While decoding sequences lack blocks, or more sequences
+        A step is planned in this order. (1) While running sequences lack blocks, or more sequences
         run than the worker's memory allows, the running sequence that is last in the policy's order
-        is preempted. (2) Each decode takes one token of the budget. (3) Running prefills get
-        chunks. (4) Unless (1) preempted a sequence, sequences are admitted from the queue in the
-        policy's order, as long as tokens, rows and blocks are left. (5) In (3) and (4), a long
-        prefill (`TokenBudget.is_long`) gets at most half of the tokens that are left; if tokens are
-        left after (4), it gets a second chunk. (6) Cached blocks are evicted ahead, for the next
-        steps. (7) The defragmenter adds its block copies, after all other copies are known.
+        is preempted. (2) Each decode takes one token of the budget, and tables without room for the
+        step's tokens get blocks. Beam searches that have chosen new beams begin their next step.
+        (3) Running prefills get chunks. (4) Unless (1) preempted a sequence, sequences are admitted
+        from the queue in the policy's order, as long as tokens, rows and blocks are left. (5) In
+        (3) and (4), a long prefill (`TokenBudget.is_long`) gets at most half of the tokens that are
+        left; if tokens are left after (4), it gets a second chunk. (6) Cached blocks are evicted
+        ahead, for the next steps. (7) The defragmenter adds its block copies, after all other
+        copies are known.
 
         Args:
             now: The time, in the caller's seconds.
@@ -308,7 +310,7 @@ class Scheduler:
         if now >= self.takeover.expires_at:
             self.takeover.expire()
         if self.pressure.max_running is not None:
-            self.pressure.lower_bound(now, self._num_taken_rows)
+            self.pressure.lower_bound(now, self._num_taken_rows)  # if memory is still short
         if len(self.steps) >= MAX_STEPS_IN_FLIGHT:
             return None
         self._expire(now)
@@ -349,10 +351,10 @@ class Scheduler:
             error = "the required form allows no further token"
             finished += self._finish(seq, FinishReason.ERROR, error=error)
         for group in self.beams.apply_candidates(result):
-            self._finish(group.leader, FinishReason.STOP)
+            self._finish(group.leader, FinishReason.STOP)  # its events lack the search's results
             finished += group.results()
         for seq in self.running.pop_ended(result.step_id):
-            if seq.group is None:
+            if seq.group is None:  # a beam reaches its maximum length in each step of its search
                 finished += self._finish(seq, FinishReason.LENGTH)
         admitted, pinned = self.live.take_admitted(), self.pins.take_pinned()
         return StepEvents(sources, seq_keys, token_ids, index, admitted, tuple(finished), pinned)
@@ -523,7 +525,7 @@ class Scheduler:
                |              | with another  | blocks loaded  |               | that none is  |
                |              | that swaps in | for it         |               | lacking later |
         fate   | read in      | swapped in    | loaded first,  | published     | published     |
-               | place        | by this step; | while FETCHING | as soon as    | when computed |
+               | place        | by this step; | while FETCHING | as soon as    | when planned  |
                |              | the sequence  | and out of the | planned       |               |
                |              | computes from | queue; then    |               |               |
                |              | the next on   | on the host    |               |               |
@@ -544,9 +546,9 @@ class Scheduler:
             has_room = self._has_room(self.groups.num_needed(num_tokens))
             match self.fetching.at_turn(seq, has_room=has_room):
                 case FetchStatus.FETCHING:
-                    continue
+                    continue  # it has left the queue; look at the sequence that is first now
                 case FetchStatus.LATER:
-                    return
+                    return  # it cannot be loaded yet, and no later sequence may overtake it
             found = self.lookup.find(seq)
             num_left = num_tokens - found.num_tokens
             if not self.budget.has_room(seq, num_left):
@@ -563,6 +565,8 @@ class Scheduler:
                 num_lacking = num_needed - self.pool.num_available
                 if self.running:
                     num_lacking += self._reserve
+                    # While sequences run, pins are given up only if they suffice and their blocks
+                    # can *go down*: be demoted to the host.
                     if not self.pins.go_down or num_lacking > len(self.pins):
                         return  # wait until running sequences free blocks
                 if not self._has_rows(num_rows):
@@ -587,7 +591,12 @@ class Scheduler:
         self._compute(seq, builder)
 
     def _compute(self, seq: Sequence, builder: PlanBuilder) -> None:
-        """Plan a chunk of a sequence's known tokens; after the last chunk, fork its siblings."""
+        """Plan a chunk of a sequence's known tokens; after the last chunk, fork its siblings.
+
+        A sequence with swap-ins computes from the step after the one that swaps in its last block.
+        With windows it waits until results confirm the swap-ins: before that, `RunningSet` gives it
+        no blocks for further chunks.
+        """
         if seq.loading_block_ids and not (self.groups.is_plain and self.running.is_loaded(seq)):
             return
         if self.running.compute_chunk(seq, builder):
@@ -660,7 +669,7 @@ class Scheduler:
                 self.pins.on_completed(seq)
         self.host_room.release(seq)
         for output in seq.outputs:
-            if (next_leader := self.live.remove(output)) is not None:
+            if (next_leader := self.live.remove(output)) is not None:  # a sibling
                 self.queue.push(next_leader)
         return [
             Finished(output.request.source, output.seq_key, reason, stop_token_id, error)

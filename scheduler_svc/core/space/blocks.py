@@ -2,7 +2,7 @@
 
 A block's state follows from its reference count and whether it has a hash:
 
-    ref_count > 0            held by block tables, pins, steps in flight, or swap-ins in progress
+    ref_count > 0            held by sequences, pins, steps in flight, or copies in progress
     ref_count = 0, a hash    cached: the prefix cache finds it; evicted when no block is free
     ref_count = 0, no hash   free, or retired while its pool shrinks (see below)
 
@@ -175,7 +175,7 @@ class BlockPool(Generic[BlockIdT]):
         The last of `blocks` become available first, so they are evicted first. This order is best
         because a block cannot be found without the blocks that precede it.
         """
-        if self._cached.uses_tables:
+        if self._cached.uses_tables:  # the order of eviction depends on which blocks continue which
             hashes = (self._hashes[block] for block in reversed(blocks))
             known = [block_hash for block_hash in hashes if block_hash is not None]
             self._cached.on_table_dropped(known)
@@ -389,5 +389,5 @@ class BlockPool(Generic[BlockIdT]):
         self._free = [b for b in self._free if self._ref_counts[b] == 0 and not self._hashes[b]]
 
     def is_writable(self, block: BlockIdT) -> bool:
-        """Whether the holder of a block may write to it: it has one holder and no hash."""
+        """Whether the holder of a restored block may write to it: it has one holder and no hash."""
         return self._ref_counts[block] == 1 and self._hashes[block] is None
