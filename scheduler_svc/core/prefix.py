@@ -64,15 +64,15 @@ class KvLookup:
         The result leaves at least one token to compute, because sampling needs its logits.
         """
         is_swapped = seq.status is SeqStatus.SWAPPED
-        # How many of the known tokens the sequence may find: all but the last one, or, if it was
-        # swapped out, those with KV in its host blocks.
-        num_known = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
-        hashes = self._hashes(seq, num_known)
+        # The sequence may find the KV of all known tokens but the last one. If it was swapped out,
+        # it needs the KV that its host blocks have.
+        num_wanted = seq.num_computed_tokens if is_swapped else len(seq.token_ids) - 1
+        hashes = self._hashes(seq, num_wanted)
         if not self._groups.is_plain:
-            return self._find_places(seq, hashes, num_known if is_swapped else None)
+            return self._find_places(seq, hashes, num_wanted if is_swapped else None)
         ready = self._pool.find(hashes)
         if is_swapped:
-            return FoundKv(ready, [], list(seq.host_block_ids[len(ready) :]), num_known)
+            return FoundKv(ready, [], list(seq.host_block_ids[len(ready) :]), num_wanted)
         loading, sources = self._tier.find(hashes[len(ready) :])
         num_found = len(ready) + len(loading) + len(sources)
         return FoundKv(ready, loading, sources, num_found * self._block_size)

@@ -310,7 +310,7 @@ class Scheduler:
         if now >= self.takeover.expires_at:
             self.takeover.expire()
         if self.pressure.max_running is not None:
-            self.pressure.lower_bound(now, self._num_taken_rows)  # if memory is still short
+            self.pressure.halve_max_running(now, self._num_taken_rows)  # if memory is still short
         if len(self.steps) >= MAX_STEPS_IN_FLIGHT:
             return None
         self._expire(now)

@@ -37,7 +37,7 @@ class Pressure:
             self.max_running = max(1, num_running)
         self.level = level
 
-    def lower_bound(self, now: float, num_running: int) -> None:
+    def halve_max_running(self, now: float, num_running: int) -> None:
         """Halve the bound if the level is CRITICAL and the last halving is ten seconds ago."""
         if self.level is not MemoryLevel.CRITICAL or self.max_running is None:
             return

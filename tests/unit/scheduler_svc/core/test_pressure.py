@@ -227,7 +227,7 @@ def test_a_repeated_level_changes_no_bound():
     pressure.set_level(WARNING, 2)
     assert pressure.max_running == 6
     pressure.set_level(CRITICAL, 6)
-    pressure.lower_bound(0.0, 6)
+    pressure.halve_max_running(0.0, 6)
     pressure.set_level(CRITICAL, 6)
-    pressure.lower_bound(1.0, 3)
+    pressure.halve_max_running(1.0, 3)
     assert pressure.max_running == 3
