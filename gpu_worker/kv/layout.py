@@ -41,8 +41,8 @@ block size is chosen so that the states take at most this many bytes per token, 
 KV of Llama 3 8B. The limit is chosen, not measured."""
 _MAX_GROUPS_WITH_STATES: Final = 8
 """The most KV groups of a model with attention and recurrent layers, unless attention alone has as
-many. With more groups, blocks could be smaller, but each group takes time. Chosen, not
-measured."""
+many. With more groups, blocks could be smaller, but each further group makes steps longer. Chosen,
+not measured."""
 _MAX_BLOCK_SIZE: Final = 8192
 """The most token slots of a block with states of recurrent layers. With larger blocks the prefix
 cache would find little. Chosen, not measured."""

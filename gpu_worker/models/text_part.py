@@ -92,8 +92,8 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
         "qwen3_5_moe_text": _Alone("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
     },
 }
-"""By architecture of the whole model and `model_type` of its text part: the text part as a separate
-model. Other text parts are not supported."""
+"""Maps the whole model's architecture, and then its text part's `model_type`, to the text part as a
+separate model. Other text parts are not supported."""
 _OF_THE_WHOLE: Final = (
     *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
 )
@@ -167,7 +167,10 @@ def plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
 
 
 def name_alone(name: str) -> str | None:
-    """Return a tensor's name in the text part alone; None: the tensor is of another part."""
+    """Return the name that a tensor would have if the text part were a separate model.
+
+    None: the tensor belongs to another part, such as the vision tower.
+    """
     if name.removeprefix("model.").startswith(_OTHER_PARTS):
         return None
     for prefix, alone in PREFIXES.items():

@@ -75,7 +75,8 @@ class LeadingExecutor:
     def add_adapter(self, number: int, adapter: Adapter) -> None:
         """See `Executor.add_adapter`.
 
-        `adapter` is what the loader of `load_on_all_ranks` returned last.
+        `adapter` must be the adapter that was loaded last with `load_on_all_ranks`, because each
+        other rank adds the adapter that it has read last.
         """
         self._leader.send(Frame(Kind.ADD_ADAPTER, str(number).encode()))
         with self._together():

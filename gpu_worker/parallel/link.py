@@ -46,8 +46,8 @@ class Kind(IntEnum):
     ADAPTER = 10
     """The other rank's answer: the adapter's digest, or why it was not loaded, as JSON."""
     ADD_ADAPTER = 11
-    """Make the adapter that was read last available to steps. The content is the adapter's number,
-    as text."""
+    """Let steps use the adapter that LOAD_ADAPTER has read last. The content is the adapter's
+    number, as text."""
     REMOVE_ADAPTER = 12
     """Free an adapter as soon as no row uses it. The content is the adapter's number, as text."""
 

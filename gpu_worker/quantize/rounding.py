@@ -1,9 +1,9 @@
 """Rounds the weight of a linear map to integers, and changes the map's outputs as little as it can.
 
 GPTQ (Frantar et al., 2022): input features are rounded one after another, those with large inputs
-first. To compensate for the error of a rounded feature, the weights of the features that are not
-rounded yet change. The change compensates for the error only as far as the inputs of these features
-are correlated with the inputs of the rounded feature.
+first. To compensate for the error of a rounded feature, the method changes the weights of all later
+features. The change compensates for the error only as far as the inputs of the later features are
+correlated with the inputs of the rounded feature.
 
 Input features form groups. A group has one scale and one zero for each output feature, which are
 chosen before any feature is rounded. Scale and zero define the group's *grid*: the numbers to which
@@ -18,8 +18,8 @@ from typing import Final
 import torch
 
 _RANGES: Final = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)
-"""The fractions of the range of a group's weights that `_fit_grid` tries to cover with a grid. A
-smaller fraction makes the grid finer, but clips outliers."""
+"""For each of these fractions, `_fit_grid` tries a grid that covers this fraction of the range of a
+group's weights. A smaller fraction makes the grid finer, but clips outliers."""
 _DAMPING: Final = 0.01
 """Damping: each diagonal entry of `products` grows by this fraction of the diagonal's mean."""
 _PIECE: Final = 128
@@ -45,7 +45,7 @@ class RoundedWeight:
 
 
 def round_to_nearest(weight: torch.Tensor, bits: int, group_size: int) -> RoundedWeight:
-    """Round each number to the nearest in its group's grid, which covers the group's range."""
+    """Round each number to the nearest one of its group's grid, which covers the group's range."""
     groups = weight.float().view(weight.shape[0], -1, group_size)
     scales, zeros = _grid(groups, bits, 1.0)
     values = _round(groups, scales, zeros, bits)
@@ -111,7 +111,7 @@ def _fit_grid(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and zeros, float32[N, G], of the grids with the least rounding error.
 
-    `squares` weights the squared error of each input feature.
+    The squared error of each input feature is multiplied by the feature's entry in `squares`.
     """
     groups = weight.view(weight.shape[0], -1, group_size)
     importance = squares.float().view(1, -1, group_size)

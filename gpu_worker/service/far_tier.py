@@ -25,11 +25,11 @@ async def store_far(
     labels: Sequence[BlockHash],
     check: Callable[[], None],
 ) -> int:
-    """Begin to store copies of int32[N] host blocks, in order; return how many the store accepted.
+    """Begin to store copies of host blocks, in order; return how many copies the store accepted.
 
-    The first block that the store refuses, for example because its queue is full, is the last one
-    tried. `check` is called after each copy, and raises if the block may have been overwritten
-    before the copy.
+    `block_ids`, int32[N], are host blocks of this worker. The first block that the store refuses,
+    for example because its queue is full, is the last one tried. `check` is called after each copy,
+    and raises if the block may have been overwritten before the copy.
 
     Raises:
         QuireError: See `read_host_blocks`.
@@ -50,15 +50,15 @@ async def fetch_far(
     block_bytes: int,
     check: Callable[[], None],
 ) -> int:
-    """Fill int32[N] host blocks from the store, in order; return how many were filled.
+    """Fill host blocks from the store, in order; return how many were filled.
 
     The fetch ends at the first content that the store lacks, or after `_FETCH_S` seconds. The first
-    content is read alone, because later blocks are useless without the first.
+    content is read alone: if the store lacks it, later contents would be read in vain.
 
     Args:
         blocks: This worker's host blocks.
         far: The store that has the contents.
-        block_ids: Distinct target blocks.
+        block_ids: int32[N], the blocks to fill; no block occurs twice.
         labels: Labels of the contents.
         block_bytes: Number of bytes of a host block.
         check: Called before each write; raises if the caller may no longer write to the blocks.

@@ -43,8 +43,8 @@ def tanh_gelu_mul(gate_up: torch.Tensor) -> torch.Tensor:
 def clamped_swiglu(gate_up: torch.Tensor, alpha: float, limit: float) -> torch.Tensor:
     """Return `(up + 1) * gate * sigmoid(alpha * gate)` [T, I] for `gate_up` [T, 2 * I].
 
-    Gate, the first half, is clamped to at most `limit`, and up to [-limit, limit]. The result is
-    computed in fp32 and rounded once.
+    The first half is `gate`, which is clamped to at most `limit`. The second half is `up`, which is
+    clamped to [-limit, limit]. The result is computed in fp32 and rounded once.
     """
     gate, up = gate_up.float().chunk(2, dim=-1)
     gate, up = gate.clamp(max=limit), up.clamp(-limit, limit)

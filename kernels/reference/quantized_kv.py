@@ -36,5 +36,8 @@ def dequantize(numbers: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) 
 
 
 def _rounded_up(scales: torch.Tensor) -> torch.Tensor:
-    """Round float32 `scales`, at least 0, up to numbers that bfloat16 can hold, as float32."""
+    """Round each scale up to a number that bfloat16 can hold; return float32.
+
+    `scales` are float32, and none is negative.
+    """
     return (scales.view(torch.int32) + 0xFFFF & -0x10000).view(torch.float32)

@@ -43,7 +43,7 @@ def _suppress_kernel(
 
 
 def suppress(logits: torch.Tensor, places: torch.Tensor, admitted: torch.Tensor) -> None:
-    """In each row of `logits` with a mask, set to -inf the logits of tokens whose mask bit is 0.
+    """Set a logit to -inf if its row of `logits` has a mask and the token's bit in the mask is 0.
 
     Args:
         logits: float32[S, V].

@@ -27,9 +27,9 @@ class MessageGrammar:
     """Maximum number of tokens of each message of thinking; None: no limit."""
 
     def before(self, answer: Answer) -> str:
-        """Return grammar rules, of which `before` matches the messages before a form or a call.
+        """Return grammar rules; the rule named `before` matches the messages before an answer.
 
-        Before a form, `before` also matches the header of the form's message. Returns "" for text,
+        Before a form, the rule also matches the header of the form's message. Returns "" for text,
         because the grammar that `text` returns includes the messages before the text. Also returns
         "" if the prompt has begun the form's message, because then nothing comes before the form.
         """
@@ -62,7 +62,10 @@ class MessageGrammar:
 
     @property
     def _before_last(self) -> str:
-        """A term for all messages before the last one, each with the beginning of the next one."""
+        """A term for all messages before the last one, each followed by the rule `next`.
+
+        `next` matches the markers between two messages.
+        """
         match self.max_tokens:
             case None:
                 first, more = "", "((analysis | note) next)*"

@@ -1,10 +1,10 @@
 """The decoding sequences: when each needs its next block, and when each reaches its maximum length.
 
-Without draft tokens, a decoding sequence gains one token in every step. So when it starts to
-decode, it is known at which steps it will need its next blocks and reach its maximum length.
-`SteadyDecodes` files the sequence under these steps and does no work for it in between. With draft
-tokens, a step may yield several tokens for a sequence; `DraftedDecodes` checks all sequences in
-every step, with array operations.
+Without draft tokens, a decoding sequence gains one token in every step. So when a sequence starts
+to decode, `SteadyDecodes` can compute at which steps the sequence will need its next blocks and
+reach its maximum length. `SteadyDecodes` files the sequence under these steps and does no work for
+it in between. With draft tokens, a step may yield several tokens for a sequence; `DraftedDecodes`
+checks all sequences in every step, with array operations.
 """
 
 from typing import Protocol
@@ -63,8 +63,8 @@ class SteadyDecodes:
         self._ends = StepWheel()
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
         """Indexed by the step modulo `block_size`: the sequences that cross a block boundary in
-        that step, each with its last step. A sequence is filed only once, because it crosses the
-        next boundary `block_size` steps later, unless it ends earlier."""
+        that step, each with its last step. A sequence stays at its index until it has no further
+        boundary, because it crosses a boundary every `block_size` steps."""
 
     @property
     def num_next(self) -> int:

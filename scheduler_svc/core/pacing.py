@@ -37,12 +37,13 @@ _MIN_TOKENS = 4
 """Lower bound of `least_tokens`. Measured: beside eight decodes, four prompt tokens are almost
 free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
-"""If `--max-decode-slowdown` is at least this value, its default, the worker's `min_prompt_tokens`
-apply in full. A lower slowdown makes them fewer in proportion, so that an operator can get shorter
-steps. Chosen."""
+"""The default of `--max-decode-slowdown`. From this value on, a step with decodes may always have
+`SchedulerConfig.min_prompt_tokens` prompt tokens. With a lower value it may always have
+proportionally fewer, so that an operator can get shorter steps. Chosen."""
 _WORTH_TOKENS = 128
-"""Lower bound of `max_prompt_tokens`, on any device. Derived: reading the weights takes as
-long as computing some 16 tokens, which is an eighth of the time for this many tokens."""
+"""Lower bound of `max_prompt_tokens`, on any device. Derived: each step reads the weights, which
+takes as long as computing some 16 tokens. In a step of 128 tokens, this adds only an eighth to the
+time of the computation."""
 _MAX_PAYING = 2.0
 """The prompts of a step may take up to this multiple of the allowed time, to make their fixed cost
 worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times the p99
@@ -60,10 +61,10 @@ _SHORT_STEPS = 16
 """Number of steps over which short prompts are spread beside many decodes. Chosen: fewer steps make
 longer gaps between tokens."""
 _WORTHWHILE_PART = 8
-"""Beside many decodes, a step may always compute tokens of short prompts, up to 1 / 8 of the tokens
-that keep the device busy. Measured at 32 streams, where 1 / 8 was 64 tokens. With 32 prompt tokens
-per step, the streams' first tokens came later. With 128, the throughput was 1.02 times, and the p99
-of the time between tokens 1.53 times that with 64."""
+"""Beside many decodes, a step may always compute tokens of short prompts, up to 1 / 8 of
+`SchedulerConfig.busy_step_tokens`. Measured at 32 streams, where 1 / 8 was 64 tokens, in comparison
+with two other limits. At 32 tokens, the streams' first tokens came later. At 128 tokens, the
+throughput was 1.02 times as high, and the p99 of the time between tokens 1.53 times as long."""
 _FIRST_SHARE = 3 / 8
 """Beside few decodes, a burst of short prompts is computed in two steps. After the first step, this
 share of all sequences, decodes included, has its first token. Measured at 8 streams, in
@@ -138,7 +139,7 @@ def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """How much longer prompts may make steps; infinity: no limit."""
+    """By how much prompts may lengthen a step; infinity: no limit."""
 
     max_decode_slowdown: float = math.inf
     """Longest time of a step with decodes, as a multiple of its time without prompts."""

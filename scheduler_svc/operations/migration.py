@@ -117,10 +117,10 @@ class Migrator:
     # --- one move -------------------------------------------------------------------------------
 
     async def run(self, live: MovableRequest, source: Engine, target: Engine) -> Migration:
-        """Move a request like `move`; but if the caller is cancelled, the move is cancelled, too.
+        """Do what `move` does, but cancel the move if the caller is cancelled.
 
-        Room at the target is reserved before the first `await`. So if the caller has found room, no
-        other task can take it.
+        Room at the target is reserved before the first `await`. So between the caller's check for
+        room and the reservation, no other task can run and take the room.
         """
         who = {"request_id": live.request_id, "source": source.target, "target": target.target}
         started = time.perf_counter()
@@ -277,7 +277,7 @@ class Drainer:
             return True
 
     def _find_target(self, source: Engine) -> Engine | None:
-        """Find a worker for a request of `source`; None: no other worker can take its KV.
+        """Find the best worker to which requests of `source` can move; None: there is none.
 
         A worker that can do the work of `source` (`_has_same_part`) is better than one that cannot.
         Among equally good workers, the one with the most room for KV is chosen.

@@ -173,7 +173,8 @@ class WorkerLink:
 
         Raises:
             QuireError: The copy failed. Unless the worker is lost, nothing writes to `targets` any
-                more. To guarantee this, the call has no deadline here; the worker sets one.
+                more. A deadline of this call could pass while the worker still writes, so only the
+                worker limits the time of a copy.
         """
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,

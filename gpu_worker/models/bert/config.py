@@ -24,7 +24,7 @@ class BertConfig(ModelConfig):
     num_heads: int
     num_positions: int
     first_position: int
-    """The index of the first token in the table of position embeddings."""
+    """The row of a sequence's first token in the table of position embeddings."""
     num_token_types: int
     layer_norm_eps: float
     activation: str

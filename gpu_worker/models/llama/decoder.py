@@ -51,9 +51,10 @@ class LlamaDecoder:
     windowed_cos_sin: torch.Tensor | None = None
     """The table for layers with a window; None: `cos_sin`."""
     half_by_half: torch.Tensor | None = None
-    """int64[D], or None. An order of a head's dimensions, for models whose rotation pairs
-    neighbouring dimensions: the first of each pair goes to the first half, and the second to the
-    second half, because `rotary_store_kv` pairs dimension i of both halves."""
+    """int64[D], or None. How to reorder a head's dimensions in a model whose rotation pairs
+    neighbouring dimensions. `rotary_store_kv` pairs dimension i of the first half with dimension i
+    of the second half. So the first dimension of each pair goes to the first half, and the second
+    dimension to the second half."""
     embedding_scale: float | None = None
     """Multiplies the embedding of a token; None: it is not scaled."""
     ranks: Ranks | None = None
@@ -346,7 +347,10 @@ def attention_input(config: LlamaConfig, attention: str, weights: Weights) -> Li
 
 
 def _feed_forward(config: LlamaConfig, index: int, weights: Weights) -> FeedForward:
-    """Build this rank's share of a feed-forward part; the caller sums the ranks' results."""
+    """Build this rank's share of a layer's feed-forward network.
+
+    In each step, the outputs of all ranks' shares must be summed (`Weights.summed`).
+    """
     layer, hidden, size = f"model.layers.{index}", config.hidden_size, config.intermediate_size
     if config.experts is not None and config.experts.layers[index]:
         return build_experts(config.experts, hidden, layer, weights)

@@ -19,7 +19,8 @@ Attend = Callable[..., tuple[torch.Tensor, None]]
 """An attention of transformers; see `register_attention`."""
 
 ALIBI_DIM: Final = 8
-"""Dimensions that `with_alibi` appends to queries and keys: 2 are used, 8 keep memory aligned."""
+"""Number of dimensions that `with_alibi` appends to queries and keys. Only 2 of them are used; the
+others keep memory aligned."""
 
 
 def with_alibi(

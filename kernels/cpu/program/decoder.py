@@ -50,8 +50,8 @@ class _StepProgram:
 
     run: Program
     partials: tuple[str, ...]
-    """The names for which each run gives addresses of memory for attention's partial results. The
-    layers use the names in turn."""
+    """Names of the areas of memory for attention's partial results. Each run of the program gets
+    the address of each area. The layers use the areas in turn."""
     memory: tuple[torch.Tensor, ...]
     """Tensors that must live as long as the program."""
 
@@ -176,8 +176,9 @@ class NativeDecoder:
         return _StepProgram(Program(self._library, calls, num_apart), partials, (memory, total))
 
     def _aheads(self, attentions: Sequence[Sequence[KernelCall]]) -> list[dict[str, KvAhead]]:
-        """Return for each layer what its maps prefetch, by the names in `low_rank.MAPS`.
+        """Return the KV that each linear map of each layer prefetches.
 
+        The list has a dict for each layer. Its keys are names of maps, as in `low_rank.MAPS`.
         `attentions` has the attention calls of each layer.
         """
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
@@ -213,7 +214,7 @@ class NativeDecoder:
         return self._memory
 
     def _partials_for(self, names: Sequence[str], num_floats: int) -> dict[str, int]:
-        """Return an address for each name: that of memory for `num_floats` float32 numbers."""
+        """For each name, return the address of memory for `num_floats` float32 numbers."""
         if self._partials.numel() < len(names) * num_floats:
             self._partials = torch.empty(len(names) * num_floats, dtype=torch.float32)
         num_bytes = num_floats * self._partials.itemsize

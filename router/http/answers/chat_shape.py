@@ -52,8 +52,8 @@ class ChatShape:
             prompt_token_ids: Returns the prompt's token ids, once the call has started.
             new_reader: Makes the `Reader` that finds thinking and calls in one output; None: the
                 whole output is text.
-            stop: Stop strings that end a tool call. The reader must get the string that ended its
-                output.
+            stop: Stop strings that end a tool call. If such a string ended an output, the reader of
+                the output also gets the string, because it marks the end of the call.
         """
         self._token_text = token_text
         self._token_bytes = token_bytes

@@ -125,7 +125,7 @@ class Moves:
         return None
 
     def find_running(self) -> list[tuple[SourceId, SeqKey]]:
-        """Return the source and first key of each running request for more than one token.
+        """Return the source and first key of each running request with `max_tokens` above 1.
 
         Beam searches, embeddings and scores are left out.
         """

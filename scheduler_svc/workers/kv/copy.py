@@ -34,7 +34,7 @@ class KvCopy:
         """Copy some of the blocks that `taking` lacks.
 
         Returns:
-            Whether blocks were copied, or were found at `taking`.
+            Whether this call copied at least one of the blocks, or found one at `taking`.
 
         Raises:
             UnavailableError: A worker is lost, or the copy has failed.
