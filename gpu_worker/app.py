@@ -25,8 +25,8 @@ async def run_worker(
 ) -> None:
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
-    The servers answer at once, and report how far the model is loaded. `on_started` runs when the
-    worker is ready.
+    While the model loads, the servers already answer, and report how far the loading is.
+    `on_started` runs when the worker is ready.
 
     Raises:
         ModelError: The model cannot be served as the settings ask, or not even one KV block fits.

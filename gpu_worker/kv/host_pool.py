@@ -67,10 +67,10 @@ def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
 
 
 def _forget_error() -> None:
-    """Launch a kernel, and ignore the error that torch then raises.
+    """Clear the error that a failed call of CUDA's runtime leaves behind.
 
-    Torch raises the last error of CUDA's runtime once, at the next kernel. Without this function,
-    the first step would raise the error.
+    Torch raises this error once, when it launches the next kernel. So launch a kernel here, and
+    ignore the error. Otherwise the first step would raise the error.
     """
     with suppress(RuntimeError):
         torch.ones(1, device="cuda")
@@ -81,8 +81,8 @@ def _unpin(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
 
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
-"""Bytes encoded or decoded at once, by device. The codec's workspace is several times as large; on
-a CPU the workspace should fit in the caches."""
+"""Bytes encoded or decoded at once, by device. A codec's workspace is several times this size; on a
+CPU the workspace should fit in the caches."""
 STAGING_BYTES = 64 * 1024**2
 """Size of the staging area on a GPU. A copy of this size to the host takes about a
 millisecond."""
@@ -112,7 +112,7 @@ class HostPool:
             num_blocks: Number of host blocks.
             codec: How blocks are encoded; None: bit for bit as on the device.
             has_checksums: Whether a swap-in fails if the host block has changed since its swap-out.
-            streams: Orders the copies; None: new streams if the device is a GPU.
+            streams: The streams that copies run on; None: new streams if the device is a GPU.
         """
         self.num_blocks = num_blocks
         self._codec = codec
@@ -324,7 +324,7 @@ def _copy_runs(
 
 
 def runs(src: Int32Array, dst: Int32Array) -> Iterator[tuple[int, int, int]]:
-    """Yield the longest runs of pairs of `src` and `dst`, in order of `src`.
+    """Yield runs that cover all pairs of `src` and `dst`, as few as possible, in order of `src`.
 
     From pair to pair of a run, both numbers increase by 1. A run is (first of `src`, first of
     `dst`, number of pairs). The numbers in `dst` are distinct, so runs may be copied in any order.

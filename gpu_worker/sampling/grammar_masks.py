@@ -120,8 +120,8 @@ class _Row:
         """The tokens that the grammar forces; the row may have sampled the first few already."""
         self.sampled: list[int] = []
         """The tokens of `run` that the row has sampled. The matcher gets them together, at the end
-        of the run, because `_look` computes the forced tokens each time the matcher has advanced.
-        """
+        of the run. If the matcher got each token at once, `_look` would compute the forced tokens
+        after each."""
         self.forced: int | None = None
         """The only token allowed next. None: several may be allowed, as `admitted` says."""
         self.admitted: Int32Array
@@ -196,7 +196,7 @@ class RowGrammars:
         return self._asks_for_runs and bool(self._rows)
 
     def add(self, row: int, grammar: str, output_token_ids: Sequence[int]) -> None:
-        """Give a free row its grammar, and advance the grammar by `output_token_ids`."""
+        """Give a free row its grammar, and advance it by the output tokens that the row has."""
         entry = self._rows[row] = _Row()
 
         def begin() -> None:

@@ -89,7 +89,7 @@ class SharedSampler:
 class ReceivedSamples:
     """The sampler of a rank other than 0: returns rank 0's tokens.
 
-    Another rank of the last stage has logits, too, but ignores them.
+    Even on the last stage, where the ranks have logits, `sample` does not use them.
     """
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:

@@ -4,8 +4,8 @@ In each step, a decoding row with known tokens `[0, n)` computes the last of the
 samples the token at `n`. With k guesses for positions `[n, n + k)` the row computes k + 1 tokens,
 as a short chunk, and samples a token for each of `[n, n + k]`. The token at `n` is the same as
 without guesses. If this token equals its guess, the token at `n + 1` was sampled from the right
-context, and the next step would have sampled the same token. The same holds for later positions. So
-sampled tokens are of two kinds::
+context: without guesses, the next step would have sampled it, too. The same holds for later
+positions. So sampled tokens are of two kinds::
 
     kept      all up to and including the first that differs from its guess, or that ends the row
     dropped   the other tokens, which were sampled after tokens that the row does not have
@@ -50,7 +50,7 @@ memory of the logits."""
 class Speculation:
     """Adds guesses to steps, and verifies the guesses.
 
-    Before a step is extended, the results of all earlier steps must be known.
+    `extend` needs the results of all earlier steps, because guesses continue the known tokens.
     """
 
     def __init__(self, drafter: Drafter, limits: Limits, rows: Rows, sampler: Sampler) -> None:
@@ -106,8 +106,8 @@ class Speculation:
     ) -> BoolArray:
         """Return bool[N]: which of the sampled tokens, int64[N], the rows keep.
 
-        A row's first token from non-finite logits counts as kept, so that the executor sees that
-        the row has failed.
+        A row's last kept token may come from non-finite logits. The executor then sees that the row
+        has failed.
         """
         if scheduled.guesses is None:
             return np.ones(len(token_ids), np.bool_)

@@ -166,7 +166,7 @@ def _packed(
 ) -> "PackedLinear":
     """Make the map of a weight `[N, K]` that was laid out in panels.
 
-    If `touches`, `Library.first_touch` is called with the memory for the panels.
+    If `touches`, `Library.first_touch` puts each panel's memory near the thread that will read it.
     """
     library = native()
     assert library is not None, "can_pack was not asked"
@@ -233,7 +233,7 @@ class PackedLinear:
 
     @property
     def can_gate(self) -> bool:
-        """Whether `call` takes `is_gated`, that is, no panel has both gate and up outputs."""
+        """Whether `call` accepts `is_gated`, which needs gate and up in separate panels."""
         return self.num_out % (2 * PANEL) == 0
 
     @property

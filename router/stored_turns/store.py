@@ -43,10 +43,11 @@ class TurnProgress:
 
     turn_id: str
     first_number: int
-    """The number of the first of `events`; equals the number of the turn's stored events."""
+    """The number of the event `events[0]`: how many events of the turn are already stored."""
     events: Sequence[Event] = ()
     record: bytes | None = None
-    """See `Turn.record`; None: the turn was not submitted yet, or the record is already stored."""
+    """The turn's new `Turn.record`. None: the turn was not submitted yet, or its record is already
+    stored."""
     end: TurnEnd | None = None
 
 
@@ -60,7 +61,8 @@ class TurnChanges:
     released: list[str] = field(default_factory=list)
     """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
-    """A numbered part of the usage of requests that are not turns; see `add_once`."""
+    """A number, and usage of requests that are not turns. `add_once` adds the usage only if it has
+    not added this number before."""
 
 
 OF_GROUP: Final = "group_id = ? AND group_id <> ''"
@@ -161,10 +163,10 @@ class TurnStore:
     async def sweep(
         self, retention_s: float, usage_retention_s: float, limit: int = SWEEP_LIMIT
     ) -> int:
-        """Delete at most `limit` turns that have no group; return how many were deleted.
+        """Delete old turns that have no group, and old usage; return how many turns were deleted.
 
-        Deletes turns that ended more than `retention_s` ago, and usage older than
-        `usage_retention_s`.
+        Turns are old if they ended more than `retention_s` ago; at most `limit` are deleted. Usage
+        is old after `usage_retention_s`.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> int:

@@ -50,7 +50,7 @@ class VllmEngineServicer(vllm_engine_pb2_grpc.VllmEngineServicer):
     async def Generate(  # noqa: N802
         self, request: pb.GenerateRequest, context: CallContext
     ) -> None:
-        """Write each output's deltas and end to the stream, like `InferenceServicer.Generate`."""
+        """Stream the deltas and the end of each output, like `InferenceServicer.Generate`."""
         parsed = replace(request_from_proto(request), deadline=deadline_of(context))
         parsed = with_precedence(parsed, metadata_of(context))
         async with await self._cell.generate(parsed) as live:

@@ -25,7 +25,7 @@ from rpc.security.client_certificates import auth_context
 _PREFACE_S: Final = 10.0
 """Longest wait for a client's first settings."""
 _LINGER_S: Final = 2.0
-"""How long closing a connection may wait until the remaining bytes have been sent."""
+"""How long a connection that closes may take to send its remaining bytes."""
 _RECEIVE_WINDOW_BYTES: Final = 1024 * 1024
 """Flow-control window of the connection, for all its streams together."""
 _MOST_UNREAD_BYTES: Final = 1024 * 1024
@@ -37,7 +37,8 @@ _SLICE_BYTES: Final = 4096
 """Size of the slices in which received bytes are parsed, so that many small frames do not block the
 event loop."""
 _CALLS_AT_ONCE: Final = 100
-"""Handlers to cancel in one turn of the event loop; each cancelled handler takes 20 us or more."""
+"""Maximum number of handlers that are cancelled in one turn of the event loop. Each of them takes
+20 us or more."""
 
 log = structlog.get_logger()
 
@@ -71,7 +72,7 @@ def _peer_of(transport: asyncio.BaseTransport) -> str:
 
 
 class Connection(asyncio.Protocol):
-    """A client's connection; the server's `connections` contains all open connections."""
+    """A client's connection; while it is open, it is in the server's `connections`."""
 
     outbox: Outbox
     peer: str

@@ -1,6 +1,6 @@
 """Prometheus metrics that steps and requests update, such as histograms of the times of steps.
 
-Counters that a core already keeps are not among them; `collectors.py` reads these at each scrape.
+Other counters are kept by the cores; `collectors.py` reads those counters at each scrape.
 """
 
 from dataclasses import dataclass

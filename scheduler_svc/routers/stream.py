@@ -11,7 +11,8 @@ from scheduler_svc.core.interface.request import SeqKey, SourceId
 from scheduler_svc.wire.router import merge_step_outputs
 
 _MESSAGE_OVERHEAD_BYTES = 256
-"""Added to the size of each pending message; so many tiny messages reach the limit, too."""
+"""Added to the size of each pending message, so that the limit also bounds the number of tiny
+messages."""
 
 
 class RouterStream:

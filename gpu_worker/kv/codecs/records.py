@@ -24,7 +24,7 @@ class RecordCodec(Protocol):
         """The largest size of a record."""
 
     def encode(self, block: Bytes) -> Record:
-        """Encode a block as a record. A record of the block's size is the block itself."""
+        """Return the encoded block, or the block itself if encoding does not make it smaller."""
 
     def decode(self, record: Bytes, out: Bytes) -> None:
         """Decode `record`, which is smaller than a block, to `out`."""
@@ -38,7 +38,7 @@ class QuantizedRecords:
     """
 
     def __init__(self, codec: QuantizedCodec, num_parts: int) -> None:
-        """`codec` must be set up for one of the `num_parts` equal parts of a block."""
+        """A block has `num_parts` equal parts; `codec` must be set up for the size of one part."""
         self._codec = codec
         self._num_parts = num_parts
         self.record_bytes = num_parts * codec.record_bytes

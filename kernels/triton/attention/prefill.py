@@ -38,8 +38,9 @@ def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
 
     The first tile of sequence s has the number query_start_loc[s] // TOKENS + s. So each sequence
     has at least ceil(query_len / TOKENS) tiles, and all sequences together have T // TOKENS + S
-    tiles, a number that the host knows without reading the device. The first sequence also owns the
-    tiles before its first tile; these tiles have no tokens.
+    tiles, a number that the host knows without reading the device. If query_start_loc[0] is not 0,
+    there may be tiles before the first tile of sequence 0. These tiles have no tokens, and count as
+    tiles of sequence 0.
     """
     low = 0
     high = num_seqs
@@ -297,7 +298,7 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to the slots of its sequence up to its own; return [T, H, D].
+    """Let each query token attend to the tokens of its sequence up to itself; return [T, H, D].
 
     `query` is [T, H, D + REST]. The rows [query_start_loc[s], query_start_loc[s + 1]) of `query`
     are the last tokens of sequence s. The keys and values of these tokens are already in the
@@ -306,10 +307,10 @@ def paged_attention_prefill(
     0. The host does not read these three tensors.
 
     Without `out`, rows of the result that belong to no sequence, or to a sequence of length 0, are
-    zeros. A sequence's result does not depend on other sequences of the batch, but its last bits
-    depend on T: if T tokens are too few to fill the device, the positions that the tokens see are
-    split. Splitting needs T * N * H * (D + 1) fp32 numbers of scratch memory, where N falls as T
-    grows.
+    zeros. A sequence's result does not depend on the contents of other sequences, but its last bits
+    depend on T, the number of rows of `query`: if T tokens are too few to fill the device, the
+    positions that the tokens see are split. Splitting needs T * N * H * (D + 1) fp32 numbers of
+    scratch memory, where N falls as T grows.
 
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`. With `window`,
     a program reads only positions that are in the window of at least one of its query tokens.
@@ -364,8 +365,8 @@ def prepare_prefill(
 
     With `is_whole`, positions are never split, so no bit of a result depends on T. With `is_whole`,
     the compiler also does not fuse products and sums, so no bit depends on how a sequence was cut
-    into chunks. The chunks decide which tiles of positions need a mask, and the compiler might fuse
-    only in the tiles without a mask.
+    into chunks. Otherwise the compiler might fuse them in tiles of positions that need no mask, but
+    not in tiles that need a mask, and the chunks decide which tiles need a mask.
 
     Raises:
         ValueError: an argument does not fit, as in `paged_attention_prefill`.
@@ -415,11 +416,11 @@ class SharedLaunch(Protocol):
     def __call__(
         self, sequences: Sequences, partial_out: torch.Tensor, partial_lse: torch.Tensor
     ) -> None:
-        """Write the first partial results of each sequence that shares positions.
+        """Write partial results for the positions that sequences share.
 
-        `prepare_shared` returns how many partial results the launch writes for each sequence. N is
-        the number of all partial results of a sequence. `partial_out` is fp32 [S, N, H, D], and
-        `partial_lse`, to base 2, is fp32 [S, N, H]; both are contiguous.
+        These results come first among the N partial results of a sequence; `prepare_shared` returns
+        their number. `partial_out` is fp32 [S, N, H, D], and `partial_lse`, to base 2, is fp32
+        [S, N, H]; both are contiguous.
         """
 
 

@@ -115,7 +115,7 @@ def rates_between(before: Snapshot, after: Snapshot) -> Mapping[str, StepRates]:
 
 
 def sum_tiers(workers: Sequence[WorkerKv]) -> tuple[TierSum, ...]:
-    """Return the sum of each tier over all workers, the fastest tier first."""
+    """Return each tier's blocks, summed over all workers; the fastest tier comes first."""
 
     def sum_of(tier: int) -> TierSum:
         tiers = [(worker, it) for worker in workers for it in worker.tiers if it.tier == tier]

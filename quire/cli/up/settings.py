@@ -208,8 +208,8 @@ class UpSettings(ProcessSettings):
     """How to preempt a sequence: swap its KV to host memory, or recompute its KV later; default:
     cost, which chooses the cheaper way."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] | None = None
-    """A step that decodes may take this many times as long with a part of a long prompt as without
-    it; inf: no limit; default: the scheduler's default, 1.4."""
+    """Factor by which a part of a long prompt may slow a step that decodes; inf: no limit; default:
+    the scheduler's default, 1.4."""
     max_prompt_step_s: Annotated[float, Field(gt=0)] | None = None
     """Longest duration of a step with prompt tokens, in seconds; inf: no limit; default: the
     scheduler's default, 2."""
@@ -258,8 +258,8 @@ class UpSettings(ProcessSettings):
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] | None = None
     """How many new tokens of a stream to send together; default: the router's default, 1."""
     trace_sample_ratio: Annotated[float, Field(ge=0, le=1)] | None = None
-    """Share of the requests without a traceparent to trace; needs --otlp-traces-endpoint; default:
-    the router's default, 0.01."""
+    """Which share of the requests without a traceparent is traced; needs --otlp-traces-endpoint;
+    default: the router's default, 0.01."""
     detach: bool = False
     """Return when the service is ready, and leave it running; `quire down` stops it."""
     demo: bool = False

@@ -203,7 +203,8 @@ def messages_of(
 
     Consecutive thinking, text and calls of the assistant become one message. The `instructions` and
     the system messages at the start become one system message, because many templates take only
-    one. The first `own_from` items are of earlier responses; errors call the next item `input[0]`.
+    one. The first `own_from` items are of earlier responses, and the next item is the request's
+    `input[0]`; errors name items in this way.
     """
     said: list[tuple[str, Message]] = []  # each with its field's name
     if instructions:

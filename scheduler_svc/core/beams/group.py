@@ -39,11 +39,11 @@ class BeamGroup:
 
     @property
     def leader(self) -> Sequence:
-        """The sequence that represents the search in the queue, and starts before all others."""
+        """The sequence that stands for the search in the queue; the other beams start after it."""
         return self.seqs[0]
 
     def queue_leader(self) -> None:
-        """Give the leader the best beam's tokens, before the caller queues the leader."""
+        """Give the leader the best beam's tokens; the caller then queues the leader."""
         leader, best = self.leader, self.search.beams[0]
         leader.token_ids, leader.block_hashes = best.token_ids, []
         leader.max_total_tokens = self.search.num_tokens + 1
@@ -99,9 +99,10 @@ class BeamGroup:
         return max(0, len(self.parents) - len(self.places))
 
     def demand(self, block_size: int) -> tuple[int, int]:
-        """Return how many rows a queued search needs to run, and how many blocks per KV group.
+        """Return how many rows, and how many blocks per KV group, a queued search needs to run.
 
-        The rows include the leader's. The blocks come on top of those with which the leader starts.
+        The rows include the leader's row. The blocks do not include those with which the leader
+        starts.
         """
         width, num_tokens, request = len(self.seqs), self.search.num_tokens, self.leader.request
         if len(self.search.beams) > 1:

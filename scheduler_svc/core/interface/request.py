@@ -44,9 +44,9 @@ class BeamParams:
 
     @property
     def num_kept(self) -> int:
-        """How many continuations, beams with one more token, a step of the search considers.
+        """How many continuations (beams with one more token) a step of the search considers.
 
-        At least `width` of these continuations do not end.
+        At least `width` of these continuations do not end with an end token.
         """
         return max(2, 1 + len(self.end_token_ids)) * self.width
 

@@ -74,7 +74,7 @@ class Policy(ABC):
         """Continue the accounts of an earlier core; this is called before all other methods."""
 
     def began_waiting(self, account: str) -> None:  # noqa: B027
-        """Called when an account without waiting sequences gets one."""
+        """Called when a sequence begins to wait while no other sequence of its account waits."""
 
     def stopped_waiting(self, account: str) -> None:  # noqa: B027
         """Called when the last waiting sequence of an account stops waiting."""
