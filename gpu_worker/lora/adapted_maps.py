@@ -60,7 +60,7 @@ class AdaptedMap:
 
 
 def adapted_maps(config: AdaptableConfig, layer: int, place: Place = ALONE) -> Iterator[AdaptedMap]:
-    """Yield the maps that adapters may change in a layer. Maps of experts are not among them.
+    """Yield those maps of a layer that adapters may change. Maps of experts are not among them.
 
     Args:
         config: The config of the whole model.
@@ -147,7 +147,7 @@ def _describe(name: str, parts: Sequence[_Groups], place: Place) -> AdaptedModul
 
 
 def _share(groups: _Groups, start: int, place: Place) -> range:
-    """Return the features of this rank's part of `groups`, which begin at feature `start`."""
+    """Return this rank's features of `groups`, if the first of all groups begins at `start`."""
     num_groups, size = groups
     share = place.groups(num_groups)
     return range(start + share.start * size, start + share.stop * size)

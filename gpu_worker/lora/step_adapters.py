@@ -90,10 +90,13 @@ class StepAdapters:
 
     _tokens: tuple[_AdapterTokens, ...]
     native: RowAdapters | None
-    """The adapters in the form of `NativeDecoder`; None if it has no code for one of them."""
+    """The adapters as `NativeDecoder` takes them; None if it lacks code for one of the adapters."""
 
     def onto(self, index: int, layer: LayerT) -> LayerT:
-        """Copy the layer at this index; the copy's maps include the adapters' additions."""
+        """Return a copy of `layer` whose maps include the adapters' additions.
+
+        `index` is the index of the layer in `Adapter.layers`.
+        """
         return with_maps(layer, lambda name, base: self._onto(index, name, base))
 
     def _onto(self, index: int, name: MapName, base: Linear) -> Linear:

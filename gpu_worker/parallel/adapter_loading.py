@@ -51,7 +51,10 @@ class FollowersLoader:
         self._last: Adapter | None = None
 
     def answer(self, content: bytes) -> bytes:
-        """Load the adapter that a LOAD_ADAPTER frame names; return the content of ADAPTER."""
+        """Load the adapter that a LOAD_ADAPTER frame names; return the content of the answer.
+
+        The answer is an ADAPTER frame.
+        """
         wanted = json.loads(content)
         self._last = None
         try:

@@ -40,7 +40,7 @@ class Extent:
 
 
 class OpenFile:
-    """A file kept open to read its mapped tensors ahead. It is closed when this object is freed."""
+    """A mapped file that is also kept open for reads. It is closed when this object is freed."""
 
     def __init__(self, path: Path) -> None:
         self._path = path

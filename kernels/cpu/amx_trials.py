@@ -54,7 +54,7 @@ class CheckedUse:
 
 @dataclass(frozen=True, slots=True)
 class TimedUse:
-    """The computations that are timed for one use: that of a prompt and that of an output token."""
+    """The two computations that are timed for one of the uses in `kernels.cpu.amx_choice.USES`."""
 
     compute_prompt: Callable[[], object]
     compute_token: Callable[[], object]
@@ -77,7 +77,7 @@ def make_checked(library: Library) -> Iterator[CheckedUse]:
 
 
 def make_timed(library: Library) -> dict[str, TimedUse]:
-    """Make the computations to time, by the names in `kernels.cpu.amx_choice.USES`."""
+    """Make the computations to time, keyed by the names in `kernels.cpu.amx_choice.USES`."""
     num_out, num_in = _TIMED_MAP
     ones = torch.ones(_TIMED_MAP, dtype=torch.int8)
     by_row = torch.ones(num_out, 1)

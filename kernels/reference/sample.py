@@ -28,8 +28,9 @@ def sample(
     min_p times the largest. Of equal weights, those with lower token ids are kept first.
 
     The drawn token is the first, in the order of token ids, at which the running sum of the kept
-    weights exceeds u times the sum of all kept weights. The number u depends only on seed and
-    position (`uniforms`). Sums are fp64. The token of a row does not depend on other rows.
+    weights exceeds u times the sum of all kept weights. The random number u, in [0, 1), depends
+    only on seed and position (`uniforms`). Sums are fp64. The token of a row does not depend on
+    other rows.
 
     `temperature` is fp32[S] above 0, `top_k` int64[S] in [1, V], `top_p` fp64[S] in (0, 1], `min_p`
     fp32[S] in [0, 1], and `positions` int64[S]. `seeds` is int64[S] with the bits of unsigned

@@ -14,10 +14,10 @@ from kernels.checks import check_float, check_norm_weight, check_tensor
 
 @triton.jit
 def _normalise(x, weight, column, eps, N: tl.constexpr):
-    """Return one row `x`, which is zero past N, normalised and multiplied by the weight, as fp32.
+    """Normalise one row, `x`, and return its product with the weight, as fp32.
 
-    The normalised row is rounded to the weight's dtype before the product. The returned product is
-    not rounded.
+    `x` is zero past N. The normalised row is rounded to the weight's dtype before the product. The
+    returned product is not rounded.
     """
     wide = x.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide) / N + eps)

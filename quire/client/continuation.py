@@ -31,8 +31,8 @@ from quire.v1 import inference_pb2
 
 _SEED_BITS = 63
 _REFUSED_WITHIN_S = 1.0
-"""A call that ends as UNAVAILABLE later than this after its start was not refused; its connection
-was lost."""
+"""If a call ends as UNAVAILABLE more than this many seconds after its start, the service did not
+refuse the call: the connection was lost."""
 
 
 @dataclass(slots=True)

@@ -22,7 +22,8 @@ _MAX_VARINT_BYTES: Final = 10
 
 _GENERATE_MANY: Final = "/quire.v1.InferenceService/GenerateMany"
 _MOST_ENVELOPE_FIELDS: Final = 8
-"""How many fields `_begins_nothing` reads; a valid `GenerateMany` message has at most 6."""
+"""`_begins_nothing` reads at most this many fields of a message. A valid `GenerateMany` message has
+at most 6."""
 _RESUME_AND_LEAVE: Final = (3 << 3 | 2, 4 << 3 | 2)
 """The tags of the fields `resume` and `leave` of `GenerateManyRequest`."""
 _GENERATING: Final = frozenset(

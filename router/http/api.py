@@ -128,9 +128,10 @@ def routes(
 
 
 def _with_headers(call: ClientCall, http: web.Request) -> ClientCall:
-    """Return the call with the priority and tenant from the headers.
+    """Return the call with what the HTTP headers say about it.
 
-    The headers also say whether the stream is resumable, and after which event to resume it.
+    The headers have the priority and the tenant, and say whether the stream is resumable and after
+    which event to resume it.
     """
     resumable = is_resumable(http)
     call = replace(

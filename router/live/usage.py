@@ -79,7 +79,7 @@ class UsageCounts:
         self._new[place] = self._new.get(place, Used()) + used
 
     def take(self) -> tuple[int, UsageRows]:
-        """Return the next part to store: its number and its sums.
+        """Return the next part of the usage to store: the part's number and its sums.
 
         Until `kept` is called, later calls return the same part.
         """

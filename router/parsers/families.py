@@ -34,7 +34,7 @@ class Written:
     """The syntax of one parameter of ARGUMENTS; empty: ARGUMENTS is a JSON object."""
     between_parameters: str = ""
     is_python: bool = False
-    """Whether VALUE is a Python literal; if not, strings have no quotes."""
+    """Whether VALUE is a Python literal. If not, VALUE is JSON, but a string has no quotes."""
     is_alone: bool = False
     """Whether an output ends after its first call."""
     like_call: str = ""

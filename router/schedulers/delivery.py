@@ -59,10 +59,10 @@ class Delivery:
     def begin(self, num_streams: int) -> float:
         """Begin a wave for a step with events of `num_streams` streams, unless the wave must wait.
 
-        Returns a time on the clock of `now`. Until that time the caller may flush a request as soon
-        as the request's token is pushed, while the request's objects are in the processor's caches.
-        -inf: the caller may flush no request. The caller passes all requests that it has not
-        flushed to `add`.
+        Returns a time on the clock of `now`. Until that time the caller may flush each request
+        right after `LiveRequest.push_token`, while the request's objects are in the processor's
+        caches. If the wave must wait, the time is -inf, so the caller may flush no request. In
+        both cases the caller then calls `add` with all requests that it has not flushed.
         """
         if self._timer is not None or self._wait_s(num_streams) > 0:
             return -math.inf

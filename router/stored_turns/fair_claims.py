@@ -1,5 +1,6 @@
 """Chooses which turns a router claims: turns without an owner, which the router then takes over.
 
+A *turn* is a stored call with its output (`turn.py`). It can belong to a *group*, such as a batch.
 The choice is fair to all tenants. `TurnStore.claim` makes the router the owner of the chosen turns.
 """
 
@@ -51,7 +52,7 @@ class Shares:
     """What decides which tenants' turns a claim takes first."""
 
     num_running: Mapping[str, int]
-    """Number of running turns that belong to groups, by tenant."""
+    """How many turns of each tenant run; turns without a group do not count."""
     last_tenant: str = ""
     """The tenant of the turn that was claimed last; if the last claim found no turns, the tenant of
     the last queue that the claim looked at."""
@@ -60,7 +61,7 @@ class Shares:
 def find_single(
     cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models
 ) -> list[Waiting]:
-    """Return at most `limit` ownerless turns that have no group, in the order of `Waiting`."""
+    """Return at most `limit` ownerless turns without a group, in the order to claim them."""
     chosen = ""
     if models.names:
         places = ", ".join("?" * len(models.names))
@@ -76,7 +77,7 @@ def find_single(
 def find_grouped(
     cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models, shares: Shares
 ) -> tuple[list[Waiting], str]:
-    """Return at most `limit` ownerless turns of groups, and the next claim's `Shares.last_tenant`.
+    """Return at most `limit` ownerless turns that have a group, and the next claim's `last_tenant`.
 
     An index keeps the turns of each tenant and model in order, as a queue. So a claim reads only
     the first turns of each queue.

@@ -50,7 +50,7 @@ class CellIndex:
         self._holders = BlockHolders[tuple[str, int]]()
         """The workers and tiers that have each block."""
         self._told: set[BlockHash] = set()
-        """The blocks that, as last reported to the gateway, are cached."""
+        """The blocks that were reported to the gateway as stored, and not as removed since."""
 
     def apply(self, message: WatchKvResponse) -> Iterator[list[pb.KvCacheEvent]]:
         """Apply the events of one worker; yield the resulting changes of the cell, in parts.

@@ -112,7 +112,10 @@ def sampled_context(traceparent: str) -> Context | None:
 
 
 def inject(context: Context | None = None) -> str:
-    """Return the `traceparent` of the span in `context` (None: the current span); "": no span."""
+    """Return the `traceparent` of a span, or "" if there is no span.
+
+    The span is that of `context`, or the current span if `context` is None.
+    """
     carrier: dict[str, str] = {}
     _PROPAGATOR.inject(carrier, context)
     return carrier.get(TRACEPARENT, "")

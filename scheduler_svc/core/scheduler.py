@@ -12,9 +12,10 @@ element of an array.
 The core uses these words. A *source* is the stream of a router. A request with n > 1 has a
 *leader*, the sequence that computes the prompt, and *siblings*, which fork from the leader. The
 beams of one search are a *group* (`BeamGroup`); a *KV group* is something else: a set of layers. A
-sequence's *rank* is what the policy decides about it once (`Rank`). *Unclaimed* rows are left from
-an earlier scheduler: no router has submitted the requests of their sequences again yet. The states
-of sequences are in `sequence.py`; the states of blocks are in `space/blocks.py`.
+sequence's *rank* (`Rank`) says where the policy's order places the sequence; the policy decides the
+rank once, when the request arrives. *Unclaimed* rows are left from an earlier scheduler: no router
+has submitted the requests of their sequences again yet. The states of sequences are in
+`sequence.py`; the states of blocks are in `space/blocks.py`.
 
 `Scheduler` consists of parts, each with one duty. Callers may read from the parts and take their
 reports. Only the methods of `Scheduler` marked `core_input` affect what the core decides, so a

@@ -1,8 +1,9 @@
 """Resizes the KV pools of workers, with one resize at a time for each worker.
 
-To grow a pool, the worker first maps memory. To shrink a pool, the core first empties the blocks
-beyond the pool's new end. If the worker refuses the new size, the pool keeps its size. A worker
-that is lost during a resize reports its pool's size when it is attached again.
+To grow a pool, the worker maps memory before the core uses the new blocks. To shrink a pool, the
+core empties the blocks beyond the pool's new end before the worker frees their memory. If the
+worker refuses the new size, the pool keeps its size. A worker that is lost during a resize reports
+its pool's size when it is attached again.
 """
 
 import asyncio

@@ -22,7 +22,8 @@ class _Map:
     """A map of an expert, in a stacked tensor."""
 
     place: Piece
-    """Where the map is: `[1, inputs, outputs]` if transposed, else `[1, outputs, inputs]`."""
+    """The part of the stacked tensor that is this map. The part's shape is `[1, inputs, outputs]`
+    if `is_transposed`, otherwise `[1, outputs, inputs]`."""
     is_transposed: bool
 
     @property

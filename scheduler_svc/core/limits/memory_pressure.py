@@ -38,7 +38,7 @@ class Pressure:
         self.level = level
 
     def halve_max_running(self, now: float, num_running: int) -> None:
-        """Halve the bound if the level is CRITICAL and the last halving is ten seconds ago."""
+        """Halve the bound if the level is CRITICAL, but not twice within ten seconds."""
         if self.level is not MemoryLevel.CRITICAL or self.max_running is None:
             return
         if self._halved_at is None or now >= self._halved_at + _HALVE_AGAIN_S:

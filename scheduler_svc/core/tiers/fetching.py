@@ -122,7 +122,7 @@ class Fetching:
 
         Args:
             seq: A waiting sequence, in the queue or not.
-            room: The limit on available host blocks that the sequence may take.
+            room: How many of the available host blocks the sequence may take at most.
             may_be_part: Whether to fetch only the first blocks if `room` is too small for all. If
                 false, nothing is fetched in this case.
 

@@ -5,9 +5,9 @@ Callers add moves at any time, and a plan sends them. A step swaps out or swaps 
 next plan has all pending swap-outs, because it may overwrite their device blocks.
 
 Swap-ins wait for a plan without swap-outs. They do not wait long: while swap-ins wait, no block is
-demoted, so only preemptions cause swap-outs, and only running sequences can be preempted. A swap-in
-holds a reference to its host block from the call of `swap_in` until the result of its step. The
-sequences that wait for the swap-in hold the device block.
+demoted, so only preemptions cause swap-outs. Preemptions soon end, because only running sequences
+can be preempted. A swap-in holds a reference to its host block from the call of `swap_in` until the
+result of its step. The sequences that wait for the swap-in hold the device block.
 """
 
 from collections import deque
@@ -138,7 +138,8 @@ class HostTier:
                 host blocks with their content can be found by these hashes.
 
         Returns:
-            For each of `blocks`, the host block. The caller is a holder of each host block.
+            For each of `blocks`, the host block to which it is copied. The caller is a holder of
+            each host block.
         """
         targets = self.pool.allocate(len(blocks))
         self._swap_outs.update(zip(targets, blocks, strict=True))
@@ -174,7 +175,10 @@ class HostTier:
         return block in self._swap_outs
 
     def take_free(self) -> HostBlockId:
-        """Allocate a host block; if a swap-out to this block is pending, cancel the swap-out."""
+        """Allocate a host block, and cancel the swap-out to this block if one is pending.
+
+        One is pending if the block was freed or evicted before a plan sent its swap-out.
+        """
         (block,) = self.pool.allocate(1)
         self._swap_outs.pop(block, None)
         return block

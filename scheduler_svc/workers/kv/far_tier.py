@@ -1,9 +1,10 @@
 """Shares prefixes with other services through the far tier: stores and fetches the KV of prompts.
 
 A worker reads and writes the far tier; this module decides which blocks are stored or fetched, and
-when. The full blocks of a prompt are stored when they are computed. A request waits for blocks from
-the far tier as it does for blocks of another worker (`PrefixPulls`): at most as long as computing
-the blocks would take.
+when. The full blocks of a prompt are stored when they are computed. A request and its prompt are
+*admitted* when the request's first sequence leaves the queue of a worker's core. A request waits
+for blocks from the far tier as it does for blocks of another worker (`PrefixPulls`): at most as
+long as computing the blocks would take.
 """
 
 import asyncio
@@ -117,7 +118,7 @@ class FarTier:
             self._forget(next(iter(self._queued)))
 
     def on_admitted(self, giving: Session, admitted: Admitted) -> None:
-        """Start a task that stores an admitted request's prompt when `giving` has computed it."""
+        """Start a task that stores a request's prompt once `giving`'s worker has computed it."""
         request = self._forget((admitted.source, admitted.seq_key))
         if request is None or not _has_far(giving) or self._num_storing >= _MAX_STORING:
             return
@@ -163,7 +164,7 @@ class FarTier:
             self._times.measure(num_bytes, loop.time() - started_s)
 
     async def _fetch_some(self, hashes: Sequence[BlockHash], taking: Session) -> int:
-        """Fetch as many of the first blocks as the far tier has and `taking` has host blocks for.
+        """Fetch blocks in order, until the far tier lacks a block or the host has no room for it.
 
         Returns:
             The number of blocks that have arrived.
@@ -212,8 +213,8 @@ class FarTier:
         """Store the first blocks, as many as `Copies.lend` gives; return how many were stored.
 
         The result is None if the core lent no blocks, because swap-ins wait or the host is full.
-        Before it returns None, the method waits for the steps in flight, so another call may
-        succeed.
+        In this case the method has waited for the steps in flight. These steps can end swap-ins and
+        free host blocks, so another call may succeed.
         """
         loan = giving.call(lambda core: core.lend(hashes))
         try:
