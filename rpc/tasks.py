@@ -67,7 +67,7 @@ class SideTasks:
         exc: BaseException | None,
         traceback: TracebackType | None,
     ) -> None:
-        """Cancel the tasks; raise a failed task's error, unless the block has raised an error."""
+        """Cancel the tasks; raise a failed task's error, unless the `with` body raised one."""
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)

@@ -27,8 +27,8 @@ class LowRankMap:
     down: Linear
     """A: K to R; R is even."""
     up: Linear
-    """B, scaled: R to N. In a fused map of q, k and v, each rank adds to the outputs of only one of
-    the three."""
+    """B, scaled: R to N. If the map fuses q, k and v, each column of B adds to only one of the
+    three."""
     num_ranks: int
     """R."""
 
@@ -40,8 +40,8 @@ class LowRankMap:
 def with_maps(layer: LayerT, change: Callable[[MapName, Linear], Linear]) -> LayerT:
     """Copy the layer, with `change` applied to each map. Experts stay as they are.
 
-    If several devices split a map's inputs, `change` gets this device's part of the map, so that
-    the part's result includes the addition when the devices sum their results.
+    If a map is a `SummedMap`, whose result is a sum over devices, `change` is applied to this
+    device's part of the map. So what `change` adds to the part's result becomes part of the sum.
     """
     return replace(
         layer,
@@ -76,11 +76,14 @@ class Adapter:
     layers: tuple[Mapping[MapName, LowRankMap], ...]
     """The additions of each layer, by map."""
     native: NativeAdapter | None = None
-    """The additions, packed for `NativeDecoder`; None if it has no code for one of them."""
+    """The result of `native_adapter` for `layers`."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """Pack the layers' additions for `NativeDecoder`; None if it has no code for one of them."""
+    """Pack the layers' additions for `NativeDecoder`.
+
+    Returns None if `NativeDecoder` has no code for one of the additions.
+    """
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:
         pairs: dict[str, PackedPair] = {}

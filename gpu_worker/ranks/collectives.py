@@ -93,8 +93,8 @@ class Ranks:
     def joined(self, part: RowMap, num_out: int) -> RowMap:
         """Make a map `[S, K]` to `[S, num_out]` that joins the results of the stage's ranks.
 
-        `part` is this rank's part of the map: `Place.vocabulary` says which outputs it computes.
-        Every rank of the stage gets all outputs.
+        `part` computes this rank's share of the outputs (`Place.vocabulary`). Every rank of the
+        stage gets all outputs.
         """
         size = self.place.tensor_size
         width = -(-num_out // size)
@@ -115,7 +115,7 @@ class Ranks:
     def receive(self, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
         """Receive hidden states `[num_tokens, E]` from the previous stage.
 
-        `like`, `[E]`, has their dtype and device.
+        The hidden states have the dtype and the device of `like`, `[E]`.
         """
         hidden = like.new_empty(num_tokens, like.shape[0])
         dist.recv(hidden, self.place.previous_rank)

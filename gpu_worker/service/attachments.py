@@ -79,7 +79,9 @@ class Attachments:
         return newest
 
     def require_newest(self, attachment: Attachment) -> None:
-        """Check that `attachment` is still the newest; called before each access to its blocks.
+        """Check that `attachment` is still the newest.
+
+        A call that lasts long checks this again before each part of its work.
 
         Raises:
             StaleEpochError: A scheduler with a newer epoch has attached.

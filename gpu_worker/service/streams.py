@@ -10,8 +10,8 @@ from contract.step import Result
 from gpu_worker.service.attachments import Attachment, Attachments
 
 _MAX_OWED = 4
-"""Limit on a stream's batches whose results are not sent yet; a scheduler has at most two steps in
-flight."""
+"""Limit on a stream's batches whose results are not sent yet. The limit is above two, the number of
+steps that a scheduler may have in flight."""
 
 
 class ResultStream:
@@ -109,7 +109,7 @@ class Executions:
         execution.ended.set()
 
     def supersede(self, attachments: Attachments) -> None:
-        """End all streams at once, because a scheduler has attached after they were opened."""
+        """End all open streams, because a new attachment has begun; do not wait for results."""
         for execution in self._open:
             execution.results.abandon(attachments.superseded(execution.attachment))
 

@@ -168,8 +168,8 @@ def build_input_batch(
         scheduled: The result of `apply`; has at least one token.
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
         block_size: Token slots of a block.
-        is_all_known: Whether `rows` has the values of all of the step's tokens; if so,
-            `last_token_ids` is not read.
+        is_all_known: Whether `rows` has the ids of all of the step's tokens. If not, the ids of
+            decoding rows are read from `last_token_ids`.
         adapters: The worker's adapters, by number.
         slots: The adapters' slots on a GPU.
     """
@@ -262,7 +262,10 @@ def with_groups(
     *,
     has_chunks: bool = False,
 ) -> AttentionMetadata:
-    """Add each KV group's slots and block tables, unless there is one group without chunks."""
+    """Add the slots and block tables of each KV group to `metadata`.
+
+    If there is only one group, and it has no chunked attention, `metadata` has them already.
+    """
     if len(slots) == 1 and not has_chunks:
         return metadata
     by_group = tuple(
@@ -287,7 +290,7 @@ def _num_decodes(starts: Int32Array | Int64Array) -> int:
 
 
 def known_token_ids(rows: Rows, row_of_token: Int64Array, positions: Int64Array) -> Int64Array:
-    """Return the ids of tokens, int64[len(positions)]; `rows` must have their values."""
+    """Return the ids of tokens, int64[len(positions)], from `rows`, which must have these ids."""
     if not len(positions):
         return _NONE
     return rows.token_ids[row_of_token, positions].astype(np.int64)
@@ -317,7 +320,7 @@ def _wanted(
 def places_before_sampled(
     scheduled: ScheduledRows, starts: Int32Array
 ) -> tuple[Int64Array, Int32Array]:
-    """Return where in the batch the token right before each sampled token is.
+    """Find, in the batch, the token right before each sampled token.
 
     Args:
         scheduled: The step.

@@ -20,9 +20,9 @@ _INT4_KERNEL_GROUPS: Final = (32, 64, 128)
 _INT4_RANGES: Final = (1.0, 0.85)
 """Integers of 4 bits stand for 16 evenly spaced numbers, a grid. `quantize` fits a grid over each
 of these shares of a group's range, and takes the grid with the least error. A grid over the whole
-range keeps weights that are already on a grid. A grid over a smaller range is finer, which suits
-all weights except outliers. In the shipped model, these shares reduce the error by 0.6 % against
-the whole range alone; four shares would reduce it by 1.3 %."""
+range represents weights exactly if they are on a grid already. A grid over a smaller range is
+finer, which suits all weights except outliers. In the shipped model, these shares reduce the error
+by 0.6 % against the whole range alone; four shares would reduce it by 1.3 %."""
 _INT4_FITS: Final = 2
 _FLOAT32_EPS: Final = 1e-6
 _PIECE: Final = 2**18
@@ -50,9 +50,9 @@ class QuantizedWeight:
     offsets: torch.Tensor | None
     """Shaped like the scales; None: zeros.
 
-    The kernel multiplies with scales and offsets in float16. At 4 bits, the kernel's values are
-    from 0 to 15, so the kernel's offsets are `offset - 8 * scale`. For GGUF's Q4_0 and Q4_1,
-    float16 represents the kernel's offsets exactly.
+    The kernel multiplies with scales and offsets in float16. At 4 bits, the kernel stores
+    `values + 8`, which are from 0 to 15, and in return stores `offset - 8 * scale` as the offset.
+    For GGUF's Q4_0 and Q4_1, float16 represents the offsets that the kernel stores exactly.
     """
 
     def to(self, device: torch.device) -> "QuantizedWeight":
@@ -73,7 +73,7 @@ class QuantizedWeight:
     def fits_half_precision(self) -> bool:
         """Whether float16 represents scales and offsets well enough for products in float32.
 
-        At 4 bits, the offsets tested are the kernel's; see `offsets`.
+        At 4 bits, this tests the offsets that the kernel stores; see `offsets`.
         """
         numbers = [self.scales]
         if self.offsets is not None:
@@ -125,11 +125,15 @@ def _quantize_int4(weight: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, to
 def _fit_int4(
     groups: torch.Tensor, range_share: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Fit a grid to each group of `[N, G, 32]`; return each grid's scale, lowest number and error.
+    """Fit a grid, 16 evenly spaced numbers, to each group of 32 weights; `groups` is `[N, G, 32]`.
 
-    The results are float32 `[N, G, 1]`; the error is the sum of a group's squared errors. The scale
-    and the lowest number are rounded to float16, in which the kernel multiplies. The fit starts
-    with a grid over `range_share` of the group's range, and improves the grid by least squares.
+    The fit starts with a grid over `range_share` of the group's range, and improves the grid by
+    least squares.
+
+    Returns:
+        Scale (the distance between two numbers) and lowest number of each grid, and the sum of the
+        group's squared errors; each float32 `[N, G, 1]`. Scale and lowest number are rounded to
+        float16, because the kernel stores them in float16.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
     scales = _no_zeros((high - low) / 15)
@@ -157,9 +161,9 @@ def _rounded(numbers: torch.Tensor) -> torch.Tensor:
 def can_multiply(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether our own kernel takes the weight, on its device, for activations of `dtype`.
 
-    On a CPU, 4-bit groups must have 32, 64 or 128 input features. With float32 activations the
-    product must be exact, so scales and offsets must fit in float16. On a GPU, no kernel takes
-    float32 activations; the weight is then dequantized.
+    On a CPU, 4-bit groups must have 32, 64 or 128 input features. The kernel rounds scales and
+    offsets to float16. With float32 activations, this rounding must not change the product
+    (`fits_half_precision`). On a GPU, no kernel takes float32 activations.
     """
     if gpu_linear.is_here(weight.values.device):
         return gpu_linear.can_pack(

@@ -169,7 +169,7 @@ class Operations:
     async def unload_models(
         self, worker: str, peer: str, model: str = ""
     ) -> Sequence[loading_pb2.UnloadedWorker]:
-        """Unload the model of a worker or, if `worker` is empty, of all workers of `model`."""
+        """Unload the model of `worker` or, if `worker` is "", of all workers that have `model`."""
         self._operators.check(peer, "unloads models")
         log.info("an operator unloads models", worker=worker, model=model, peer=peer)
         return await self._loading.unload(self._targets(worker, model), worker)

@@ -7,7 +7,8 @@ from router.parsers.pieces import Piece, Pieces, Reader, Text
 from router.parsers.source import Reading, Source
 
 Part: TypeAlias = Callable[[Source, Pieces], Reading[None]]
-"""A function that parses a part of an output. The last function reads to the output's end."""
+"""A function that parses a part of an output. `OutputReader` calls several of these functions in
+turn; the last of them reads to the output's end."""
 
 _SLICE_CHARS = 1024
 """How many characters are searched for markers at a time."""
@@ -21,7 +22,11 @@ class OutputReader:
         self._reading = self._read(parts)
 
     def push(self, text: str) -> list[Piece]:
-        """Read more text and return its pieces; hold text back only while it is ambiguous."""
+        """Read more text; return the pieces that are certain now.
+
+        Text is held back only while it may become different pieces, such as the beginning of a
+        marker.
+        """
         # Add the text in slices, because a search for the next marker scans all unread text.
         for start in range(0, len(text), _SLICE_CHARS):
             self._source.add(text[start : start + _SLICE_CHARS])

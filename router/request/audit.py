@@ -54,7 +54,9 @@ class AuditLog:
         self._listener.start()
 
     def add(self, live: LiveRequest, decode: Callable[[Sequence[int]], str]) -> None:
-        """Queue, without waiting, a request whose reader has finished or left.
+        """Queue a request, so that a line is written for it; does not wait for the disk.
+
+        Called when the client has read all outputs, or has left.
 
         `decode` turns token ids into text.
         """

@@ -73,7 +73,8 @@ class Tokenizer:
             without a pair, or if the tokenizer gives both texts the same token type.
 
         Raises:
-            InvalidArgumentError: `most` leaves no room for any token of the text that is cut.
+            InvalidArgumentError: `most` is so small that no token would be left of the text, or of
+                the second text of a pair.
         """
         texts = [text] if pair is None else [text, pair]
         parts = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)

@@ -44,7 +44,8 @@ _REUNION_S = 2.0
 """How long requests of an earlier scheduler wait for all workers to be attached, because any worker
 may have their KV."""
 _MAX_CRASHES = 3
-"""After this many worker losses in a row (`CrashCounter`), a request counts as their cause."""
+"""A request ends with an error if its worker is lost this many times in a row while the request
+runs, and the request gains no token in between (`CrashCounter`)."""
 
 log = structlog.get_logger()
 
@@ -87,8 +88,8 @@ class Fleet:
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()
-        """The epochs that workers obeyed before this scheduler attached them. The set may include
-        this scheduler's own epoch, and 0, which stands for no scheduler."""
+        """The epochs of the schedulers that workers obeyed before this scheduler attached them. The
+        set may include this scheduler's own epoch, and 0, which stands for no scheduler."""
         self._served = RequiredModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
@@ -354,10 +355,14 @@ class Fleet:
             self._streams.refuse(command.request, error)
 
     def _pull_prefix(self, command: SubmitRequest, session: Session, num_tokens: int) -> bool:
-        """Start a copy of a request's prefix, if a copy is faster than computing the prefix.
+        """Copy a request's prefix to a worker, if a copy is faster than computing the prefix.
 
-        Return whether a copy was started. While a copy runs, the request is kept in `_unplaced`.
-        Without a copy, the worker has to compute `num_tokens` tokens.
+        Return whether a copy was started. While the copy runs, the request is kept in `_unplaced`.
+
+        Args:
+            command: Submits the request.
+            session: The worker's session.
+            num_tokens: Number of tokens that the worker has to compute without the copy.
         """
         sessions = self.roster.sessions
         is_shared = self._far is not None and session.info.has_far_kv

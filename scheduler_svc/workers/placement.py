@@ -109,7 +109,7 @@ class Worker(HasRole, Protocol):
         """Return how many blocks, from the first of `hashes` on, the worker has cached."""
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Add sequences that will come, and their tokens to compute, to the load of the worker."""
+        """Count sequences that will come, and the tokens to compute for them, as load."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -319,10 +319,11 @@ def _of_role(request: Request, roles: Sequence[Role]) -> list[int]:
 def _candidates(
     request: Request, loads: Sequence[WorkerLoad], own: Sequence[int], *, can_refuse: bool
 ) -> list[int]:
-    """Return the indexes of the workers that may take a request; all are among `own`.
+    """Return the indexes of the workers that may take a request.
 
-    Workers with short memory are left out if another worker can take the request. But if sequences
-    wait at all other workers, a worker with short memory at which no sequence waits is kept.
+    Only the workers with the indexes `own` are considered. Workers with short memory are left out
+    if another worker can take the request. But if sequences wait at all other workers, a worker
+    with short memory at which no sequence waits is kept.
     """
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens

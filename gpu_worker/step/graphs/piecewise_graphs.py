@@ -108,8 +108,8 @@ class PiecewiseGraphs:
         )
         self._hidden: torch.Tensor | None = None  # [the largest T, E], after the first run
         self._step: AttentionMetadata | None = None
-        """The metadata of the step that is replayed. None before the first step, so captures
-        compute no attention."""
+        """The metadata of the step that is replayed; None before the first step. Graphs are
+        captured before the first step, so captures compute no attention."""
 
     def capture(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
@@ -148,7 +148,8 @@ class PiecewiseGraphs:
             rows: The rows, after `apply`.
             scheduled: The result of `apply`.
             before_launch: Called when the inputs are ready.
-            is_all_known: Whether `rows` has the values of all of the step's tokens.
+            is_all_known: Whether `rows` has the ids of all of the step's tokens. If not, the ids of
+                decoding rows are only on the device.
         """
         host = gather(rows, scheduled, self._limits.block_size)
         num_tokens = len(host.positions)

@@ -60,7 +60,10 @@ class KvGather:
     def _read(
         self, cache: "_Blocks", scales: "_Blocks | None", blocks: torch.Tensor, slots: slice
     ) -> torch.Tensor:
-        """Return [1, HKV, *, D]: the positions `slots`, counted from the start of `blocks`."""
+        """Return [1, HKV, *, D]: the keys or values of some positions in `blocks`.
+
+        `slots` selects the positions, counted from the start of the first block.
+        """
         read = cache.read(blocks).flatten(0, 1)[slots]  # [slots, HKV, D]
         if scales is not None:
             read = dequantize(read, scales.read(blocks).flatten(0, 1)[slots], self._dtype)

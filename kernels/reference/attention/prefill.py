@@ -34,15 +34,14 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with each query token to its sequence's positions up to its own.
+    """Attend with each query token to its sequence, up to the token's own position.
 
     Returns [T, H, DV]. The rows [query_start_loc[s], query_start_loc[s + 1]) of `query` [T, H, D]
     are the last tokens of sequence s. If there are q such rows, the i-th of them has the position
     seq_lens[s] - q + i. The keys and values of these tokens are already in the caches, which are
     [B, P, HKV, D] and [B, P, HKV, DV] views. `block_tables` is int32[S, M], `seq_lens` int32[S] and
     `query_start_loc` int32[S + 1]. The first number of `query_start_loc` may be above 0. No
-    sequence has more than `max_query_len` query tokens. Rows of the result that belong to no
-    sequence are zero. Softmax and sums are fp32.
+    sequence has more than `max_query_len` query tokens. Softmax and sums are fp32.
 
     No bit of a row depends on other sequences. If prompts are cut into chunks only at multiples of
     64 tokens, no bit depends on the cuts either; with other cuts, results agree up to rounding. A
@@ -51,7 +50,7 @@ def paged_attention_prefill(
     `window`, `softcap`, `sinks` and the scales are as in `paged_attention_decode`.
 
     If `out` is given, contiguous [T, H, DV], the result is written to `out`, and `out` is returned.
-    Then rows of `out` that belong to no sequence are undefined.
+    Rows that belong to no sequence are undefined if `out` is given, and zero otherwise.
     """
     if out is None:
         out = query.new_zeros(*query.shape[:2], value_cache.shape[3])

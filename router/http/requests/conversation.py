@@ -32,7 +32,8 @@ class Conversation:
 
     model: str
     messages: Iterable[Mapping[str, Any]]
-    """The messages, as `Message.for_template` returns them; a thread iterates over them."""
+    """The messages, as `Message.for_template` returns them. Iterating over them may take long, so a
+    thread does it."""
     words: ChatWords
     """The names of fields in the client's JSON, for errors."""
     tools: ToolFields = _NO_TOOLS

@@ -25,7 +25,8 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 class EvictionOrder(Protocol):
     """The cached blocks of one pool in the order of eviction.
 
-    `Lfu` and `Fifo` count hits or dropped tables of a block already while the block is held.
+    A held block is not in the order, but may get into it later. So `Lfu` also counts the hits of
+    held blocks, and `Fifo` ranks blocks that are still held when their table is dropped.
     """
 
     uses_tables: bool
@@ -136,9 +137,10 @@ class Lfu(_Ranked):
 
 
 class Fifo(_Ranked):
-    """Orders blocks by when a dropped block table first contained them.
+    """Orders blocks by age, oldest first.
 
-    A block that a younger block continues counts as equally young.
+    A block's age counts from when a block table that contains it is dropped for the first time. If
+    a later block of a dropped table is younger, the block becomes as young as that later block.
     """
 
     uses_tables = True
