@@ -14,16 +14,17 @@ from typing import Final
 from contract.worker_limits import STATE_WINDOW, Chunk, KvWindow, window_length
 
 MAX_GROUPS: Final = 16
-"""The most KV groups, unless the layers have even more kinds of windows."""
+"""The limit on KV groups. If the layers have more kinds of windows, each kind is one group."""
 _NUM_TOKENS: Final = 8192
 """A block size is judged by the memory that a sequence of this length takes. The length is chosen,
 not measured."""
 _COST_OF_A_GROUP: Final = 0.0075
 """Each further group must save this share of a sequence's memory, because a group takes time. When
 64 sequences of 8,192 tokens decode, a group takes 40 us of the worker and 2 us of the scheduler in
-each step, together 0.4 % of a step of 10 ms. In a prompt of 8,192 tokens, a group takes 0.6 ms of
-the scheduler, which is 0.6 % of a prompt of 100 ms. The times of a group are measured on a CPU,
-without graphs. The 10 ms of a step and the 100 ms of a prompt are estimates for a fast GPU."""
+each step, together 0.4 % of a step of 10 ms. For a prompt of 8,192 tokens, a group takes 0.6 ms of
+the scheduler, which is 0.6 % of the 100 ms that the prompt takes. The times of a group are measured
+on a CPU, without graphs. The 10 ms of a step and the 100 ms of a prompt are estimates for a fast
+GPU."""
 
 
 @dataclass(frozen=True, slots=True)

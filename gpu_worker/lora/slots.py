@@ -1,7 +1,7 @@
 """Keeps adapters in slots, where kernels find them, so that one graph works with any adapters.
 
-Symbols: `T` tokens, `K` input features of a map, `N` its output features, `R` the largest number of
-ranks that a map may have.
+Symbols: `T` tokens, `K` input features of a map, `N` its output features, `R` the limit on the rank
+of an adapter in a map (`MAX_RANKS`).
 """
 
 from collections.abc import Mapping
@@ -25,8 +25,8 @@ from kernels.triton.linear.tile_sizes import fewest_rows
 NUM_SLOTS: Final = 64
 """Each slot holds one adapter. A step with an adapter that has no slot runs without graphs."""
 MAX_RANKS: Final = 192
-"""R: 3 * 64, because q, k and v are one fused map, and an adapter may have rank 64 in each. An
-adapter that has more than R ranks in a map gets no slot."""
+"""R: 3 * 64, because q, k and v are one fused map, and an adapter may have rank 64 in each; in the
+fused map these ranks add up. An adapter whose rank in some map is above R gets no slot."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -109,7 +109,7 @@ class AdapterSlots:
         return slots.argsort(kind="stable"), counts.cumsum().astype(np.int32)
 
     def onto_tokens(self, order: torch.Tensor, ends: torch.Tensor) -> "SlottedAdapters":
-        """Return the adapters of tokens that `group` has ordered.
+        """Return the adapters of a step's tokens, which `group` has ordered by slot.
 
         `order` and `ends` are what `group` has returned, copied to the device.
         """
@@ -158,7 +158,7 @@ class SlottedAdapters:
         """None: `NativeDecoder` has no code for adapters in slots."""
 
     def onto(self, index: int, layer: LayerT) -> LayerT:
-        """Copy the layer at this index; the copy's maps include the adapters' additions."""
+        """Return a copy of `layer`, the layer at `index`, with the adapters added to its maps."""
         maps = self._maps[index]
 
         def adapted(name: MapName, base: Linear) -> Linear:

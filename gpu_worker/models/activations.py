@@ -1,8 +1,8 @@
 """The activations of feed-forward parts, by their names in config.json.
 
 Each number's result depends on this number alone, not on other numbers or on its position in
-the tensor. On CPUs this is not true of the last bits of torch's SiLU, tanh GELU, and GELU in
-float16, so this module computes these three from other operations.
+the tensor. On CPUs, torch breaks this rule in the last bits of SiLU, of tanh GELU, and of GELU in
+float16. So this module computes these three from other operations of torch.
 """
 
 from collections.abc import Callable

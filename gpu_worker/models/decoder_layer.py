@@ -1,4 +1,4 @@
-"""Layers of a decoder: one whose linear maps LoRA adapters may change, and a Llama-shaped one.
+"""A layer's linear maps, to which LoRA adapters may add, and the layer of a Llama-like decoder.
 
 Symbols: `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size.
 """
@@ -61,7 +61,7 @@ class LayerAdapters(Protocol):
 
     @property
     def native(self) -> RowAdapters | None:
-        """The adapters in the form of `NativeDecoder`; None if it has no code for them."""
+        """The adapters as `NativeDecoder` takes them; None: `NativeDecoder` cannot apply them."""
 
     def onto(self, index: int, layer: LayerT) -> LayerT:
-        """Copy the layer at this index; the copy's maps include the adapters' additions."""
+        """Return a copy of `layer`, the layer at `index`, with the adapters added to its maps."""

@@ -74,9 +74,10 @@ class Place:
     def share(self, name: str, count: int) -> range:
         """Return which of a layer's `count` parts, such as heads, this rank holds.
 
+        `name` is the field of config.json that has the count; an error names this field.
+
         Raises:
-            ModelError: The ranks of a stage cannot split the parts evenly. `name` is the field
-                of config.json that has the count.
+            ModelError: The ranks of a stage cannot split the parts evenly.
         """
         if count % self.tensor_size:
             raise ModelError(

@@ -43,9 +43,9 @@ def draw(weights: torch.Tensor, uniform: torch.Tensor) -> torch.Tensor:
 
     The token is the first at which the running sum of the weights, in the order of token ids,
     exceeds `uniform` times the sum of all the row's weights. A running sum over a whole vocabulary
-    is slow on every device. So the search divides the vocabulary into tiles of 256 tokens. It first
-    finds the token's tile, by the running sum of the tiles' sums, and then the token in that tile.
-    Sums are float64 and per row, so a row draws the same token in any batch.
+    is slow on every device. So this function divides the vocabulary into tiles of 256 tokens. It
+    first finds the token's tile, by the running sum of the tiles' sums, and then the token in that
+    tile. Sums are float64 and per row, so a row draws the same token in any batch.
 
     Args:
         weights: float32[S, V], not negative; unnormalized probabilities.

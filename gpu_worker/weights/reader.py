@@ -36,7 +36,7 @@ MapT = TypeVar("MapT", bound=Callable[[torch.Tensor], torch.Tensor])
 _META = torch.device("meta")
 _MAX_NAMES_SHOWN = 5
 _DUMMY_STD = 0.02
-"""Standard deviation of random weights: a usual one, with which activations stay in range."""
+"""Standard deviation of random weights. The value is usual, and keeps activations finite."""
 _DUMMY_MXFP4_SCALE = 120
 """The code of the scale 2^-7. With this scale, evenly drawn MXFP4 numbers have about the standard
 deviation `_DUMMY_STD`."""
@@ -90,8 +90,8 @@ class Weights:
     def dense_share(self, name: str, num_groups: int, size: int, num_in: int) -> torch.Tensor:
         """Return the part of a map's weight for this rank's outputs, `[N, K]`.
 
-        This method is for a model that multiplies parts of the weight. The result is dequantized if
-        the checkpoint packs the weight, and is never quantized.
+        This method is for a model that makes separate maps from parts of the weight. The result is
+        not quantized: if the checkpoint packs the weight, it is unpacked and dequantized.
 
         Args:
             name: The map's name, without ".weight".
@@ -174,7 +174,8 @@ class Weights:
     ) -> Linear:
         """Do as `linear` does, with only this rank's share of the inputs.
 
-        `summed` makes of this map a map that adds up the ranks' results.
+        The result of each rank is only a part of the sum. Pass the map to `summed`, which makes a
+        map that adds up the results of all ranks.
 
         Args:
             num_groups: Number of groups of inputs.
@@ -318,8 +319,8 @@ def load_weights(
 
     The model is first built with empty tensors, on the meta device. This first build shows which
     tensors the model needs, so a wrong checkpoint is refused before gigabytes are read. With
-    `ranks`, another build on the meta device shows which pieces this rank needs. The last build
-    needs memory for the weights and for one more linear map.
+    `ranks`, a second build on the meta device shows which pieces of these tensors this rank needs.
+    The last build reads the weights, and needs memory for them and for one more linear map.
 
     Args:
         directory: Has the files that `Checkpoint` reads.

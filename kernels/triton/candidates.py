@@ -35,7 +35,10 @@ def keys_of(logits, maxima, temperature, seq, token, logits_stride, V):
 
 @triton.jit
 def weight_of(key):
-    """Return each key's fp32 weight, exp(-gap): 0 for logits of -inf and past the vocabulary."""
+    """Return each key's fp32 weight, exp(-gap); 0 for logits of -inf and past the vocabulary.
+
+    `keys_of` explains gaps.
+    """
     finite = key < 0x7F800000
     weight = tl.exp(-tl.where(finite, key, 0).to(tl.float32, bitcast=True))
     return tl.where(finite, weight, 0.0)
@@ -43,7 +46,10 @@ def weight_of(key):
 
 @triton.jit
 def bin_of(key, BINS: tl.constexpr):
-    """Return the bin of each key: 8 * gap rounded down, at most BINS - 1. Bins ascend with keys."""
+    """Return the bin of each key: 8 * gap rounded down, at most BINS - 1. Bins ascend with keys.
+
+    `keys_of` explains gaps.
+    """
     is_finite = key < 0x7F800000
     gap = tl.where(is_finite, key, 0).to(tl.float32, bitcast=True)
     return tl.where(is_finite, tl.minimum(gap * 8.0, BINS - 1.0).to(tl.int32), BINS - 1)

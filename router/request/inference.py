@@ -276,7 +276,7 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Continue a turn's request from its stored record and from its stored events, `events`.
+        """Continue a turn's request from its stored record, in `found`, and its stored `events`.
 
         The caller reads the result from its first token on. Raises the errors of `generate`.
         """

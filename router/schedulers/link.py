@@ -103,7 +103,7 @@ class SchedulerLink:
         self.status = f"waiting for the scheduler at {target}"
         """Why no scheduler is connected. The text has no meaning while a scheduler is connected."""
         self.is_starting = True
-        """Whether `status` is normal while the service starts."""
+        """Whether `status` is normal while the service starts; if not, `status` is a problem."""
         self.hang: str | None = None
         """Why the connected scheduler seems to hang; None: it does not."""
         self.epoch = 0
@@ -189,7 +189,10 @@ class SchedulerLink:
     async def resume(
         self, request_id: str, tenant: str, first_seq_key: int, start: StartResumed
     ) -> LiveRequest:
-        """See `Schedulers.resume`; `first_seq_key` is the first of `MAX_N` new sequence keys."""
+        """Do as `Schedulers.resume` does, at this scheduler.
+
+        `first_seq_key` is the first of `MAX_N` new sequence keys: enough for any number of outputs.
+        """
         if self._outbox is None:
             raise UnavailableError(self.status)
         self._outbox.resume(request_id, tenant, first_seq_key)
@@ -198,7 +201,7 @@ class SchedulerLink:
     # --- for the owner --------------------------------------------------------------------------
 
     def leave_superseded(self, epoch: int) -> None:
-        """End the stream to a scheduler whose workers the scheduler with `epoch` has taken over."""
+        """End the stream: the scheduler with `epoch` has taken over this scheduler's workers."""
         self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:

@@ -19,7 +19,7 @@ class ResumingCalls:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}
 
     async def wait(self, first_seq_key: int, start: StartResumed) -> LiveRequest:
-        """Wait for the live request that `answer` makes; raises the error passed to `fail`."""
+        """Return the request that `answer` makes; if `fail` is called instead, raise its error."""
         answer: asyncio.Future[LiveRequest] = asyncio.get_running_loop().create_future()
         self._calls[first_seq_key] = start, answer
         try:

@@ -28,8 +28,8 @@ def query_from_url(kind: type[Query], parameters: Mapping[str, str]) -> Query:
     """Make a query from a URL's parameters, which are named like the query's fields.
 
     Raises:
-        InvalidArgumentError: A parameter is named like no field of the query, or its value does not
-            fit the field's type.
+        InvalidArgumentError: The query has no field with the name of a parameter, or a parameter's
+            value does not fit the field's type.
     """
     query = kind()
     for name, text in parameters.items():
@@ -58,12 +58,12 @@ def message_to_json(message: Message, without: str = "") -> dict[str, Any]:
 
 
 def kv_to_json(worker: WorkerKv) -> dict[str, Any]:
-    """Convert a worker's KV to JSON values; `sequences` has a list per `SequenceKv` field."""
+    """Convert a worker's KV to JSON values; each field of its `sequences` becomes one list."""
     return _with_columns(worker, "sequences", SequenceKv)
 
 
 def activity_to_json(worker: WorkerActivity) -> dict[str, Any]:
-    """Convert a worker's activity to JSON values; `steps` has a list per `StepRecord` field."""
+    """Convert a worker's activity to JSON values; each field of its `steps` becomes one list."""
     return _with_columns(worker, "steps", StepRecord)
 
 

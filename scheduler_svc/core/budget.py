@@ -15,8 +15,9 @@ from scheduler_svc.core.sequence import Sequence
 
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
 """While the worker's memory is short, prompts may take only 1 / 2 (at WARNING) or 1 / 4 (at
-CRITICAL) of the token budget, because computing prompts takes temporary memory. Chosen, not
-measured: at WARNING the number of running sequences may not grow, and at CRITICAL it must fall."""
+CRITICAL) of the token budget, because computing prompts takes temporary memory. The shares are
+chosen, not measured. The share at CRITICAL is smaller, because the number of running sequences must
+fall then; at WARNING it only may not grow."""
 
 _BACKGROUND_SHARE = 8
 """Requests of the lowest priority, such as those of a batch, get 1 / 8 of the prompt tokens of a

@@ -127,7 +127,7 @@ class ZmqOutlet:
 
 
 async def _batches(engine: AsOneEngine, message: WatchKvResponse) -> AsyncIterator[bytes]:
-    """Yield the batches that follow from a message; after each part, let other tasks run."""
+    """Convert a worker's events to encoded batches; let other tasks run after each batch."""
     for events in engine.apply(message):
         if events:
             yield encode(events)

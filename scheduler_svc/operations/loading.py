@@ -31,8 +31,8 @@ _UNLOAD_TIMEOUT_S = ADAPTER_TIMEOUT_S + 60.0
 unloads the model, and the adapter may take `ADAPTER_TIMEOUT_S`. With a shorter timeout, the call
 could fail although the worker unloads its model afterwards."""
 _NOTICE_S = 15.0
-"""How long an engine may take to notice that its worker has loaded or unloaded its model, without
-the time in which the worker loads adapters (`Engine.is_settling`)."""
+"""How long an engine may take to notice that its worker has loaded or unloaded its model, not
+counting the time in which the worker loads adapters (`Engine.is_settling`)."""
 
 log = structlog.get_logger()
 
@@ -149,8 +149,8 @@ class Loading:
 
         Raises:
             NotFoundError: There is no such worker.
-            UnavailableError: A worker is not attached although its model was not unloaded, or is
-                lost before its model is loaded.
+            UnavailableError: A worker whose model was not unloaded is not attached when the call
+                begins, or a worker is lost before its model is loaded.
             QuireError: A worker reported another error. If one worker fails, the others still load,
                 and then the error is raised.
         """
@@ -248,7 +248,7 @@ async def _wait_noticed(engine: Engine, condition: Callable[[], bool], what: str
     Args:
         engine: The engine.
         condition: Returns whether the engine has noticed the change.
-        what: What has happened to the worker, for the error message, such as "is loaded, not used".
+        what: What the error message says of the worker, such as "is loaded, not used".
 
     Raises:
         UnavailableError: The engine has not noticed the change in time.

@@ -70,7 +70,10 @@ class TransformersModel:
         self._positions: torch.Tensor | None = None
 
     def use(self, causal: Any, recording: ObservedPass) -> None:
-        """Make this object compute with `causal`, whose attention is `attend_in`. Called once."""
+        """Make this object compute with `causal`. Called once.
+
+        The attention of `causal` must call `self.attend_in`.
+        """
         calls, recurrent, self._first_position = recording
         self._windows = {call.layer: call.window for call in calls if isinstance(call.window, int)}
         numbers = {call.layer: number for number, call in enumerate(_storing(calls))}
@@ -230,11 +233,10 @@ _READING_WEIGHTS: Final = {"LongcatFlashTopkRouter"}
 
 
 def _replace_linear(module: nn.Module) -> None:
-    """Make a linear map of transformers run our code.
+    """Let a linear map of transformers compute with our `Linear`; other modules do not change.
 
-    Our code is faster, and a token's result does not depend on the other tokens of the step. The
-    weight moves to our map, which may change the weight's layout. The module's own weight is
-    emptied.
+    `Linear` is faster, and its result for a token does not depend on the other tokens of the step.
+    `Linear` takes the weight, perhaps in another layout, and the module's own weight is emptied.
     """
     if type(module) is nn.Linear:
         weight, bias = module.weight, module.bias
@@ -272,11 +274,11 @@ _RECURRENT_FAMILIES: Final = {
     "qwen3_5_text",
     "qwen3_next",
 }
-"""The supported model types with recurrent layers: tests compare them with transformers."""
+"""The supported model types with recurrent layers. Tests compare each of them with transformers."""
 _LONGEST_BY_STATE: Final = 131_072
-"""The longest sequence, in tokens, of a recurrent model whose config has no limit. A state needs no
-limit, because its size is the same after any number of tokens. `_LONGEST_BY_STATE` bounds the
-memory that the worker allocates for each row's token ids."""
+"""The longest sequence, in tokens, of a recurrent model whose config has no limit. This limit
+bounds the memory that the worker allocates for each row's token ids. The recurrent states need
+no limit, because they take the same memory for a sequence of any length."""
 
 
 class TransformersSource:
@@ -287,7 +289,7 @@ class TransformersSource:
     ) -> None:
         """Read the config, and find out how the model attends, without reading weights.
 
-        `max_model_len` is the argument of `open_model`.
+        With LongRoPE, `max_model_len` decides between the short and the long factors.
 
         Raises:
             ModelError: The model is not a decoder, or the KV pool or paged attention does not
@@ -409,7 +411,7 @@ def _register_weakly(model: TransformersModel) -> str:
 
 
 def _alone(whole: PreTrainedConfig, model_type: str) -> PreTrainedConfig:
-    """Return the config that the text part has as a separate model, of type `model_type`."""
+    """Return a config for the text part alone, as a separate model of type `model_type`."""
     part = whole.get_text_config()
     config_class = CONFIG_MAPPING[model_type]
     if isinstance(part, config_class):

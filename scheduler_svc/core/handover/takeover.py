@@ -190,7 +190,7 @@ class Takeover:
     # --- adopted sequences ----------------------------------------------------------------------
 
     def with_separate_outputs(self, request: Request) -> Request:
-        """Mark a request's outputs as diverged if any but the first has an unclaimed row.
+        """Mark a request's outputs as diverged if an output after the first has an unclaimed row.
 
         Diverged outputs do not fork from the first one. The outputs may have diverged at the worker
         although the router has not received any token yet.
@@ -205,8 +205,8 @@ class Takeover:
 
         Returns:
             Whether the sequence now runs, waits SWAPPED in the queue, or has ended. If false, the
-            caller must queue the sequence. Always false for a search, even if the state of the
-            search was restored.
+            caller must queue the sequence. Always false for a search, because the KV of a
+            search is looked up only at its admission.
         """
         if seq.group is not None:
             self._resume_search(seq, seq.group)

@@ -70,7 +70,7 @@ class SchedulerConfig:
     defragment_interval_s: float = 10.0
     """Seconds between two measurements of fragmentation; 0: it is never measured."""
     defragment_threshold: float = 1.0
-    """The fragmentation rate from which on blocks are moved; 1: never, as a rate is below 1."""
+    """Blocks are moved at this fragmentation rate or above; 1: never, as a rate is below 1."""
     max_defragment_moves: int = 32
     """The limit on blocks that defragmentation moves in one step."""
     watermark: float = 0.01
@@ -96,18 +96,16 @@ class SchedulerConfig:
     max_disk_moves: int = 256
     """How many disk loads may be in progress, and how many disk stores. At the limit of stores,
     blocks that the host evicts are lost. Stores of a preempted sequence's KV are not limited,
-    because other sequences need the host blocks of this sequence at once."""
+    because other sequences wait for its host blocks."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
     """How many blocks one step may swap in, and how many it may demote. Swap-outs of a preempted
-    sequence are not limited, because other sequences need the device blocks of this sequence at
-    once."""
+    sequence are not limited, because other sequences wait for its device blocks."""
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute than this is long: it leaves half of a step to
-    other sequences, and short sequences may overtake it. 0: no sequence is long. None: half of the
-    tokens that keep the device busy, so that a prompt of up to this length is computed in one
-    step."""
+    other sequences, and short sequences may overtake it. 0: no sequence is long. None: half of
+    `busy_step_tokens`, so a prompt that is not long fits into one step."""
     max_long_prefills: int = 1
     """At most this many long sequences compute their known tokens at the same time."""
     claim_s: float = 10.0

@@ -6,7 +6,10 @@ from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 
 
 class Costs:
-    """Compares estimated durations, as if no later lookup found KV in the prefix cache."""
+    """Compares how long it takes to move KV and to compute it again.
+
+    The estimates assume that the prefix cache has none of this KV when it is computed again.
+    """
 
     def __init__(self, config: SchedulerConfig) -> None:
         self._config = config
