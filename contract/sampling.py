@@ -184,8 +184,8 @@ class SamplingParams:
 class EarlyStopping(StrEnum):
     """When a beam search may end before its beams reach their maximum length.
 
-    The search never ends before it has as many complete outputs as beams. `transformers` calls
-    HEURISTIC False, WHEN_FULL True, and NEVER "never".
+    The search never ends before it has as many complete outputs as beams. In
+    `transformers`, HEURISTIC is False, WHEN_FULL is True, and NEVER is "never".
     """
 
     HEURISTIC = "heuristic"

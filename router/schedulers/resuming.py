@@ -13,7 +13,7 @@ StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
 
 
 class ResumingCalls:
-    """The calls that wait, by the first sequence key of the request that each call resumes."""
+    """The calls that wait. The key of a call is the first sequence key of the resumed request."""
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}

@@ -9,8 +9,8 @@ from contract.info import ModelInfo
 def can_continue(model: ModelInfo, earlier: ModelInfo) -> bool:
     """Whether outputs of `earlier` can continue with `model`.
 
-    Adapters are not compared: if an output's adapter is gone or has changed, the scheduler refuses
-    the output's request.
+    Adapters are not compared, because the scheduler itself refuses a request whose adapter is gone
+    or has changed.
     """
     return can_share(model, replace(earlier, adapters=model.adapters))
 

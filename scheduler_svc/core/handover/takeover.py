@@ -22,8 +22,8 @@ each part of this report as follows:
 Unclaimed rows and their blocks stay reserved for `claim_s` seconds. After the first `REUNION_S`
 seconds, rows may be freed before `claim_s` ends: one at a time, and only if nothing could run
 otherwise. No row is freed in the first `REUNION_S` seconds, because routers submit their requests
-one by one, and the first request could take the blocks of the second. When a row is freed, its
-labelled blocks stay cached, and its blocks without labels become free.
+one by one, and the first request could take the blocks in which the second would continue. When a
+row is freed, its labelled blocks stay cached, and its blocks without labels become free.
 
 The worker may have sampled tokens that the router has not received. The core reports these tokens
 with their log-probabilities, so that they are not computed again. If the worker has not kept all of
