@@ -5,6 +5,7 @@ import inspect
 import os
 import re
 import sys
+import textwrap
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, Self, TypeVar
@@ -228,7 +229,10 @@ def parse_settings(cls: type[S], prog: str, argv: Sequence[str] | None = None) -
 
 
 class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
-    """Formats help texts: removes indentation, Python's notation of types, and empty defaults."""
+    """Formats help texts: removes indentation, Python's notation of types, and empty defaults.
+
+    A line never ends within a flag's name.
+    """
 
     def add_text(self, text: str | None) -> None:
         super().add_text(None if text is None else inspect.cleandoc(text))
@@ -247,6 +251,9 @@ class _HelpFormatter(argparse.RawDescriptionHelpFormatter):
     def add_argument(self, action: argparse.Action) -> None:
         _tidy(action)
         super().add_argument(action)
+
+    def _split_lines(self, text: str, width: int) -> list[str]:
+        return textwrap.wrap(" ".join(text.split()), width, break_on_hyphens=False)
 
 
 def _tidy(action: argparse.Action) -> None:

@@ -188,7 +188,8 @@ async def chat_call(inference: Inference, body: ChatBody, request_id: str) -> Cl
             has_token_ids=body.return_token_ids,
             prompt_token_ids=lambda: prompts[0],
             new_reader=plan.new_reader,
-            stop=plan.stop,
+            # With the client's flag, the text has these strings, and the reader has read them.
+            stop=() if body.include_stop_str_in_output else plan.stop,
         ),
         prompts=prompts,
         stream=body.stream,

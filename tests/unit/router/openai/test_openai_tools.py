@@ -289,6 +289,13 @@ async def test_a_stop_string_that_ends_a_call_is_read_with_it(client, inference)
     assert await streamed(client, **options) == ("", [["add", '{"a":1}']], "tool_calls")
 
 
+async def test_a_stop_string_that_is_part_of_the_text_is_read_once(client, inference):
+    inference.script = spell(CALL, stop_string="</tool_call>")
+    options = {"tools": [ADD], "parallel_tool_calls": False}
+    options["extra_body"] = {"include_stop_str_in_output": True}
+    assert await streamed(client, **options) == ("", [["add", '{"a":1}']], "tool_calls")
+
+
 @pytest.mark.parametrize("choice", ["required", NAMED])
 async def test_a_forced_call_of_one_function_is_its_arguments(client, inference, choice):
     inference.text.template = UNKNOWN
