@@ -132,8 +132,8 @@ class Plan:
     from the next step on. Empty in a step that swaps out."""
     swap_in_dst_block_ids: Int32Array = field(default_factory=no_ints)
     renamed_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks that get the numbers `renamed_dst_block_ids` in every block table, including
-    the tables of `new_sequences`. The plan also copies the contents to the new numbers."""
+    """Device blocks that every block table, including those of `new_sequences`, replaces by the
+    blocks `renamed_dst_block_ids`. The plan also copies the contents to these blocks."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to write to disk blocks `disk_store_dst_block_ids`. The worker reads these host

@@ -16,8 +16,9 @@ _ARCHITECTURES: Final = {
     "qwen3moe": "Qwen3MoeForCausalLM",
 }
 _WITH_HIDDEN_SIZE_SCALE: Final = {"gemma2": 46, "gemma3": 62}
-"""The number of layers of each model of 27B parameters. A model of 27B scales attention's scores by
-the hidden size per head, all other Gemmas by the head dim. GGUF files do not have this scale."""
+"""How many layers the 27B model of each architecture has. A Gemma with this number of layers scales
+attention's scores by the hidden size per head, all other Gemmas by the head dim. GGUF files do not
+have this scale."""
 _END_TOKENS: Final = ("eos_token_id", "eot_token_id", "eom_token_id")
 
 QUANT_METHOD: Final = "gguf"
@@ -153,7 +154,7 @@ class _Fields:
         return ModelError(f"{self._header.path}: {self.architecture}.{name} {problem}")
 
     def rope_factors(self, name: str) -> list[float] | None:
-        """Return the divisors of the rotary frequencies in tensor `name`; None if it is absent."""
+        """Return tensor `name`, the divisors of the rotary frequencies; None if it is absent."""
         tensor = self._header.tensors.get(f"{name}.weight")
         if tensor is None:
             return None
@@ -171,7 +172,7 @@ def _embedding_rows(header: GgufHeader) -> int:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the number format to compute in: the matrices', or bfloat16 if they are quantized."""
+    """Return the dtype to compute in: that of the matrices, or bfloat16 if they are quantized."""
     types = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F32"}:
         return "float32"

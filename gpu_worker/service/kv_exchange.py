@@ -1,10 +1,10 @@
 """Moves KV between two workers: sends host blocks, and fills host blocks from another worker.
 
 The scheduler names the blocks, and ensures that nothing else reads or writes these blocks during
-the transfer. The contents are sent as they are encoded in host memory, in pieces of several blocks;
-steps run between two pieces. The contents travel in messages unless both workers have NIXL. With
-NIXL the worker that fills blocks reads the contents directly from the source's memory, and messages
-contain only addresses and checksums.
+the transfer. The contents are sent in the encoding that they have in host memory, in pieces of
+several blocks; steps run between two pieces. The contents travel in messages unless both workers
+have NIXL. With NIXL the worker that fills blocks reads the contents directly from the source's
+memory, and messages contain only addresses and checksums.
 """
 
 import asyncio
@@ -112,8 +112,8 @@ async def pull_kv(
         block_bytes: Number of bytes of a host block.
         check: Called before each write; raises if the caller may no longer write to the blocks.
         tls: TLS settings for the call to the source; None: plaintext.
-        transfer: The engine that reads the contents, if the source has NIXL, too; None: the
-            contents come in messages.
+        transfer: The engine that reads the contents if the source has NIXL. If this is None, or if
+            the source has no NIXL, the contents come in messages.
 
     Raises:
         UnavailableError: The source failed, or sent too little, too much or damaged content. Some
@@ -162,7 +162,7 @@ class _Pull:
         request: worker_pb2.ReadKvRequest,
         transfer: NixlEngine | None = None,
     ) -> None:
-        """Make the request, and write the contents that arrive to the target blocks."""
+        """Make the request, and write the received contents to the target blocks."""
         sources = unpack_int32(request.host_block_ids, "host_block_ids")
         memory = worker_pb2.KvMemory()
         num_done = 0

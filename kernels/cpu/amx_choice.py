@@ -40,8 +40,9 @@ _TIMING_S: Final = 0.5
 _MIN_ROUNDS: Final = 2
 _ROUNDS_OF_ONE_ROW: Final = 4
 _CHECKED_TOGETHER: Final = (1, 5, 16, 17, 32, 33)
-"""The check computes all rows at once, and again in groups of each of these sizes. Each row must
-have the same result every time."""
+"""The check computes `NUM_CHECKED_ROWS` input rows at once. Then, for each of these sizes, it
+divides the rows into groups of this size, and computes the first and the last group again. Each row
+must have the same result every time."""
 _RELATIVE_ERROR: Final = 2.0**-7
 """The allowed relative error of a result, which is bfloat16's last place."""
 _MAX_BEGUN: Final = 2
@@ -56,7 +57,7 @@ _CPU_FIELDS: Final = ("model name", "cpu family", "model", "stepping", "microcod
 class Times:
     """How long one of the `USES` takes with AVX-512 and with AMX.
 
-    `prompt` stands for a prompt of 512 tokens, and `row` for a single token.
+    In the fields' names, `prompt` stands for a prompt of 512 tokens, and `row` for a single token.
     """
 
     avx512_prompt_ms: float
@@ -66,7 +67,7 @@ class Times:
 
     @property
     def is_faster(self) -> bool:
-        """Whether AMX saves time in the request that `_NUM_OUTPUT_TOKENS` describes."""
+        """Whether AMX saves time if a prompt is followed by `_NUM_OUTPUT_TOKENS` output tokens."""
         with_amx = self.amx_prompt_ms + _NUM_OUTPUT_TOKENS * self.amx_row_ms
         return with_amx < self.avx512_prompt_ms + _NUM_OUTPUT_TOKENS * self.avx512_row_ms
 
@@ -187,7 +188,7 @@ def time_all(library: Library) -> dict[str, Times]:
 def time_both(
     library: Library, use: TimedUse, clock: Callable[[], float] = time.perf_counter
 ) -> Times:
-    """Time a use in several rounds, each without and with AMX; return the shortest times."""
+    """Time a use with and without AMX in several rounds; return the shortest times."""
     least = [float("inf")] * 4
 
     def measure(place: int, compute: Callable[[], object]) -> None:

@@ -23,9 +23,10 @@ KV_FORMATS: Final = {torch.int8: 1, torch.float8_e4m3fn: 2}
 """C's numbers for the dtypes of a quantized cache; 0 stands for a cache that is not quantized."""
 
 Field: TypeAlias = "float | str | KernelCall"
-"""A field of a kernel's structure. Outside a program, each field is a number. In a program, a field
-can also be a name or a `KernelCall`. A name stands for a number that each run gives. A `KernelCall`
-of the same program stands for the address of its structure."""
+"""A field of a kernel's C structure. Outside a `Program`, each field is a number. In a `Program`, a
+field can also be a name, or another call of the same program (a `KernelCall`). A name stands for a
+number that is given each time the program runs. A `KernelCall` stands for the address of the
+structure of that call."""
 
 _FIELD_BYTES: Final = 8
 _MAPS: Final = Path("/proc/self/maps")
@@ -66,7 +67,7 @@ def _address(library: ctypes.CDLL, name: str) -> int | None:
 class Library:
     """The C functions of one compiled library.
 
-    A kernel's list of fields mirrors its structure in `src`; a test compares them.
+    The fields of each kernel are listed as in its C structure in `src`; a test compares both lists.
     """
 
     def __init__(self, build: Build) -> None:
@@ -135,8 +136,8 @@ class Library:
         self.attention = kernel("attention", attention)
         self.merge_splits = kernel("merge_splits", attention)
         """Merges the partial results of an `attention` call that splits the positions of sequences.
-        A program calls `merge_splits` after `attention`, with the same fields. Outside a program,
-        `attention` merges the partial results itself."""
+        A `Program` calls `merge_splits` after `attention`, with the same fields. Outside a
+        `Program`, `attention` merges the partial results itself."""
         linear = (
             "num_rows num_in num_out x_type kept out_type *x *weight *scales *offsets *bias *out"
             " group x_stride out_stride x_width is_gated is_low_rank"
@@ -155,9 +156,9 @@ class Library:
             "*rows map num_out *alone *ranks *out alone_stride ranks_stride out_stride is_gated",
         )
         self.first_touch = kernel("first_touch", "*memory num_panels panel_bytes")
-        """Fills new memory for a map's weight with zeros, if threads are pinned. A panel of the
-        weight (32 output features) is filled by the thread that will read it, so that the system
-        puts the panel's pages near that thread."""
+        """If threads are pinned, writes zeros to new memory for the weight of a linear map. Each
+        panel of the weight (32 output features) is written by the thread that will read the panel,
+        so that the system puts the panel's pages near that thread."""
         self.run: Callable[[bytes], None] = library.quire_run
         library.quire_run.argtypes = (ctypes.c_char_p,)
         library.quire_run.restype = None
@@ -189,7 +190,8 @@ class KernelCall(NamedTuple):
     """The fields in the order of `kernel.fields`. The memory behind pointers must live as long as
     the program."""
     joins: bool = False
-    """Whether share i of this call needs only share i of the previous call, not all its shares."""
+    """Whether share i of the call's work (see `Kernel`) begins as soon as share i of the previous
+    call is done. Otherwise the call begins when all earlier calls are done."""
 
 
 class Program:
@@ -204,8 +206,8 @@ class Program:
         may change its own inputs, because two threads may compute the same share.
 
         Raises:
-            ValueError: More than `num_apart` calls in a row join one another; the threads would
-                wait for ever.
+            ValueError: More than `num_apart` calls in a row join one another (`KernelCall.joins`);
+                the threads would wait for ever.
             KeyError: a field is a call that is not in `calls`.
         """
         num_joined = 0

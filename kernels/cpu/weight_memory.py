@@ -68,7 +68,7 @@ class WeightMemory:
         return held.copy_(weight)
 
     def begin_region(self) -> None:
-        """Begin a region for later weights, so that the region of earlier weights can be freed."""
+        """Put later weights in a new region, so that they do not keep the old region in memory."""
         with self._lock:
             self._region = None
 

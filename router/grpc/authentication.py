@@ -28,7 +28,7 @@ class KeyInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Check the call's key, and make its owner the `current_caller` of the call's task."""
+        """Check a call's key, and make the key's owner the `current_caller` of the call's task."""
         if handler_call_details.method.startswith(_OPEN_METHODS):
             return await continuation(handler_call_details)
         values = [

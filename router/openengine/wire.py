@@ -28,7 +28,7 @@ _CODES: Final = {
 
 
 def metadata_from_call(metadata: Mapping[str, str]) -> dict[str, str]:
-    """Return a call's metadata, with OpenEngine's priority also under Quire's key.
+    """Return a call's metadata, with the value of OpenEngine's priority key copied to Quire's key.
 
     Raises InvalidArgumentError if the metadata name a data-parallel rank other than 0.
     """

@@ -82,8 +82,8 @@ async def make_vectors(
     At most `max_at_once` requests are live at a time. If the service is too busy before it has
     accepted any of the requests, the call fails. Once the service has accepted a request, each
     request for which the service is too busy is retried. If a request fails, the other requests are
-    cancelled. Errors call the input at index i `name(i)`, and the second text of its pair
-    `pair_name(i)`.
+    cancelled. In error messages, the `prompt` of request i is called `name(i)`, and the `pair` of
+    request i is called `pair_name(i)`.
     """
     sampling = SamplingParams(temperature=0, max_tokens=1, ignore_eos=True, pooling=pooling)
     vectors: list[Vector | None] = [None] * len(requests)
@@ -151,8 +151,9 @@ async def score_pairs(
 ) -> Scores:
     """Score each text of `seconds` with the text of `firsts` at the same index.
 
-    If `firsts` has only one text, each text of `seconds` is scored with this text. Errors call the
-    texts at index i `first_name(i)` and `second_name(i)`.
+    If `firsts` has only one text, each text of `seconds` is scored with this text. In error
+    messages, text i of `firsts` is called `first_name(i)`, and text i of `seconds` is called
+    `second_name(i)`.
 
     If the model has a classification head, the logistic function maps its score of a pair to
     (0, 1). With other models, the score is the cosine of the two embeddings, in [-1, 1].

@@ -39,7 +39,7 @@ class SpaceWatch:
         self._waiting: list[Future[DefragmentationReport]] = []
 
     def answer_next(self, done: Future[DefragmentationReport]) -> None:
-        """Set the result of `done` to the report of the next pass that ends."""
+        """Set the result of `done` to the report of the next defragmentation pass that ends."""
         self._waiting.append(done)
 
     def on_reports(self, reports: Iterable[DefragmentationReport]) -> None:

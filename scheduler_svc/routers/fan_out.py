@@ -1,4 +1,4 @@
-"""Sends each sequence's outputs to its router, and news such as a new limit to every router."""
+"""Sends each sequence's outputs to its router, and news, such as new adapters, to every router."""
 
 import asyncio
 from collections.abc import Callable, Mapping, Sequence
@@ -39,7 +39,7 @@ class RouterStreams:
     def open(self, router_id: str, max_model_len: int | None = None) -> RouterStream:
         """Open a stream under a new source id, which no other stream will have.
 
-        `max_model_len` is the limit in the welcome message to the router.
+        `max_model_len`, the limit on a request's tokens, is sent in the router's welcome message.
         """
         self._num_opened += 1
         source = SourceId(self._num_opened)
@@ -54,8 +54,8 @@ class RouterStreams:
     def deliver(self, outputs: Mapping[SourceId, scheduler_pb2.StepOutput]) -> None:
         """Send the outputs of each source to the source's stream, if the stream is open.
 
-        Outputs of resumable requests are also stored. If another stream has resumed a request, the
-        request's outputs are sent to that stream.
+        Outputs of resumable requests are also stored, for a stream that resumes the request later.
+        If another stream has resumed a request, the request's outputs are sent to that stream.
         """
         for source, output in outputs.items():
             if (stream := self._streams.get(source)) is not None:
@@ -137,7 +137,7 @@ class QueueRoomReporter:
 
         Args:
             room: Returns how many more sequences may be submitted.
-            publish: Receives the result of `room`, or None: there is no limit now.
+            publish: Called with the result of `room`, or with None if there is no limit now.
             max_waiting: The limit on waiting sequences at a worker.
         """
         self._room = room

@@ -44,7 +44,8 @@ class EngineOwner(Protocol):
     async def settle(self, engine: "Engine", link: WorkerLink) -> None:
         """Make the worker hold the same adapters as the other workers, before it is used.
 
-        When `settle` returns, the engine starts a session before any other task runs.
+        When `settle` returns, the engine starts a session before any other task runs, so that no
+        adapter is loaded or unloaded in between.
 
         Raises:
             UnavailableError: The worker cannot hold these adapters.

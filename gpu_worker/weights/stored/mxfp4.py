@@ -40,7 +40,7 @@ class Mxfp4Weight:
 
 
 def can_pack_mxfp4(weight: Mxfp4Weight, dtype: torch.dtype) -> bool:
-    """Whether a kernel takes the weight, on its device, for activations of `dtype`."""
+    """Whether the weight's device has a kernel for this weight and activations of `dtype`."""
     device, num_groups = weight.scales.device, weight.scales.shape[1]
     if gpu_linear.is_here(device):
         return gpu_linear.can_pack(num_groups * MXFP4_GROUP_SIZE, num_groups, dtype, is_int4=True)

@@ -36,7 +36,7 @@ def rows_of_tile(ends, num_maps, nth, MAPS: tl.constexpr, ROWS: tl.constexpr):
 
 @triton.jit
 def sources_and_places(sources, places, row, is_row):
-    """Return `sources[i]` and `places[i]` for each i in `row`, or i if the tensor is None."""
+    """Return `sources[i]` and `places[i]` for each i in `row`; for a tensor that is None, i."""
     source = row.to(tl.int64)
     place = row.to(tl.int64)
     if sources is not None:

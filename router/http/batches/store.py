@@ -210,7 +210,8 @@ class BatchStore:
         Returns False, and stores none, if the batch is no longer `VALIDATING`, or if another router
         is changing it at this moment.
 
-        `turns` should have at most `SLICE` turns: a transaction delays turns that clients wait for.
+        `turns` should have at most `SLICE` turns, because a longer transaction would delay other
+        turns, for which clients wait.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> bool:
@@ -385,7 +386,7 @@ def _file_row(file: File, content: bytes | bytearray) -> Mapping[str, Any]:
 
 
 def _insert(cursor: Cursor, table: str, row: Mapping[str, Any]) -> bool:
-    """Insert a row, and return True, unless the tenant has a row with the same idempotency key."""
+    """Insert a row; return False if the tenant already has a row with its idempotency key."""
     cursor.execute(
         f"INSERT INTO {table} ({', '.join(row)}) VALUES ({', '.join('?' * len(row))})"  # noqa: S608 - constants
         " ON CONFLICT DO NOTHING",

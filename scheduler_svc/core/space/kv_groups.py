@@ -1,9 +1,9 @@
 """The KV groups of a model: at which places of its block table a sequence holds blocks.
 
 A model's layers form groups of equal size; a block holds the KV of `block_size` tokens in the
-layers of one group. Every `block_size` tokens of a sequence have a *block index*, and the block
-table has one entry per group for each block index. An entry's *place* is `index * num + group`,
-where `num` is the number of groups.
+layers of one group. A token's *block index* is its position divided by `block_size`, rounded down.
+For each block index, the block table has one entry per group. An entry's *place* is
+`index * num + group`, where `num` is the number of groups.
 
 The layers of a group see all earlier tokens, or only a *window*: the last tokens or, with chunked
 attention, the tokens since the last multiple of a fixed length. A group with a window holds blocks
@@ -82,7 +82,7 @@ class KvGroups:
         """Return the places from block index `first` on where a starting sequence needs new blocks.
 
         Args:
-            first: The length of the reused prefix in block indices.
+            first: How many block indices the reused prefix has.
             num_computed: The number of tokens with KV.
             num_blocks: The number of block indices of the sequence's known tokens.
         """

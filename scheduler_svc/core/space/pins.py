@@ -12,7 +12,8 @@ promoted again when a prompt needs it.
 
 Plans tell the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker is not told which pins were dropped early, because a later scheduler may have room for
-these pins. Restored pins do not count towards the limit of any tenant.
+these pins. The worker does not know the tenants of pins, so restored pins do not count towards the
+limit of any tenant.
 """
 
 from collections import Counter
@@ -110,7 +111,7 @@ class Pins:
         return self._by_end
 
     def on_prompt_computed(self, seq: Seq, now: float) -> None:
-        """Pin the full blocks of a prompt if its request asks for it, as many as the limits allow.
+        """Pin the full blocks of a prompt, up to the limits, if the prompt's request asks for pins.
 
         If swap-ins of the prompt are not confirmed yet, `on_loads_confirmed` pins it later. In a
         beam search, only the leader pins the prompt.
@@ -150,7 +151,10 @@ class Pins:
         return pinned
 
     def take_unsent(self, now: float) -> tuple[tuple[BlockHash, float], ...]:
-        """Return the hashes of blocks pinned since the last call, with their remaining seconds."""
+        """Return the hash, and the seconds until the pin ends, of each newly pinned block.
+
+        Newly pinned blocks are those pinned since the last call.
+        """
         if not self._unsent:  # true in almost every step
             return ()
         unsent, self._unsent = self._unsent, []
@@ -181,7 +185,7 @@ class Pins:
     def give_up(self, count: int) -> bool:
         """Drop up to `count` pins, those that end first; return whether there were any pins.
 
-        A dropped pin makes no block available that has other holders.
+        A block that has other holders does not become available when its pin is dropped.
         """
         any_pinned = bool(self._ends)
         for _ in range(count):
