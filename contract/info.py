@@ -27,8 +27,7 @@ class Role(StrEnum):
 
     BOTH = "both"
     PREFILL = "prefill"
-    """Computes prompts. When a request's prompt is computed, the request moves to another worker.
-    """
+    """Computes prompts; then the requests move to another worker."""
     DECODE = "decode"
     """Decodes requests whose prompts other workers have computed."""
 
@@ -102,7 +101,7 @@ class WorkerInfo:
     disk_bytes_per_s: float = 0.0
     """Measured rate of reading blocks from the disk; 0: not measured."""
     instance_id: int = 0
-    """Identifies one load of a model by the worker, at the worker's start or later; 0: unknown."""
+    """A random number that the worker draws each time it loads a model; 0: unknown."""
     takes_kv: bool = True
     """Whether the worker exchanges contents of host blocks with other workers."""
     num_draft_tokens: int = 0
@@ -126,7 +125,7 @@ class WorkerInfo:
     kv_dtype: str = "auto"
     """Number format of stored keys and values; "auto" is `dtype`."""
     host_block_bytes: int = 0
-    """Size in bytes of one host block, packed by `host_codec`; 0: as on the device."""
+    """Size in bytes of one host block, packed by `host_codec`; 0: equal to `block_bytes`."""
     host_codec: str = "none"
     is_batch_invariant: bool = False
     """Whether every bit of a request's KV is independent of other requests."""

@@ -13,8 +13,8 @@ from model_files.hub import HubName, download_from_hub
 from model_files.old_tokenizer import convert_tokenizer, has_old_tokenizer
 
 Report: TypeAlias = Callable[[str, float | None], None]
-"""A callback that gets a status, and the progress in [0, 1] or None. An error that the callback
-raises ends `find_model`."""
+"""A callback that gets a status and the progress in [0, 1]; None: the progress is unknown. An error
+that the callback raises ends `find_model`."""
 
 DEFAULT_CACHE_DIR: Final = Path("~/.cache/quire")
 
@@ -57,7 +57,7 @@ def place_of(model: str) -> ModelPlace:
 
 
 def name_of(model: str) -> str:
-    """Return the model's default name in requests: its directory's, file's or repository's."""
+    """Return the model's default name in requests: that of its directory, file or repository."""
     try:
         place = place_of(model)
     except ModelError:  # reading the model will fail with a clear error
@@ -84,13 +84,13 @@ def find_model(
     Args:
         model: A directory; a GGUF file; ORG/NAME, ORG/NAME@REVISION or ORG/NAME/FILE.gguf on the
             hub; or a URL such as s3://BUCKET/DIRECTORY.
-        cache_dir: Directory for files that are downloaded from URLs, or made from a GGUF file or
-            from a tokenizer without tokenizer.json. Files from the hub have a separate cache.
+        cache_dir: Directory for files that are downloaded from URLs, or made from a GGUF file, and
+            for converted tokenizers. Files from the hub have a separate cache.
         report: Called with the progress of a download.
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
             GGUF file is always downloaded whole.
-        with_tokenizer: Whether the caller reads the tokenizer. If not, a tokenizer without
-            tokenizer.json is not converted.
+        with_tokenizer: Whether the caller reads the tokenizer. If so, and if the model has no
+            tokenizer.json, its tokenizer is converted to one.
 
     Raises:
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.

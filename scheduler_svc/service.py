@@ -67,9 +67,9 @@ class SchedulerServicer(scheduler_pb2_grpc.SchedulerServiceServicer):
                 self._fleet.cancel(source, seq_keys)
 
     async def send_heartbeats(self) -> None:
-        """Until cancelled, send heartbeats to routers, and values that have changed.
+        """Until cancelled, send heartbeats to routers.
 
-        The values are the length limit and `Roster.is_unloaded`.
+        Also send the model's `max_model_len` and `Roster.is_unloaded` whenever they have changed.
         """
         while True:
             await asyncio.sleep(BEAT_S)

@@ -62,7 +62,7 @@ class NixlEngine:
         self._host_blocks = host_blocks.reshape(-1)
         agent.register_memory(_region(self._host_blocks), "DRAM")
         self.agent_metadata: bytes = agent.get_agent_metadata()
-        """The data that other workers' agents need to read from this agent."""
+        """What another worker's agent has to get before it can read from this agent."""
         self._staging = self._new_staging()
         self._turn = asyncio.Lock()
         """Held while the staging buffer is in use."""

@@ -174,9 +174,9 @@ class Cells:
     ) -> T:
         """Call `ask` for one cell after another, until one has the resumable request.
 
-        The second argument of `ask` says whether an earlier call of `ask` was charged to the quota.
-        Clients do not retry after `NotFoundError`, so this error is raised only if every cell could
-        be searched.
+        The second argument of `ask` is true if an earlier call of `ask` has been charged to the
+        quota, so that this call is not charged again. Clients do not retry after `NotFoundError`,
+        so this error is raised only if every cell could be searched.
         """
         with refusals_counted():
             try:

@@ -52,10 +52,10 @@ class SchedulerOutbox:
         self._filled.set()
 
     def resume(self, request_id: str, tenant: str, first_seq_key: int) -> None:
-        """Ask the scheduler for a resumable request of this or another router.
+        """Ask the scheduler to continue a resumable request on this router's stream.
 
-        The message follows all earlier `leave` messages, because the request may be one that this
-        router has just left.
+        This or another router has submitted the request. The scheduler gets this message after all
+        earlier `leave` messages, one of which may be for the same request.
         """
         resume = scheduler_pb2.Resume(
             request_id=request_id, tenant=tenant, first_seq_key=first_seq_key

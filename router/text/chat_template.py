@@ -24,8 +24,8 @@ _TEMPLATE_ERRORS = (TypeError, ValueError, LookupError, ArithmeticError, Attribu
 
 
 _END_OF_CONTENT = "\ue000end of content\ue000"
-"""Marks the end of the last message's content while a prompt is rendered. Messages do not contain
-this text, because it has private-use characters."""
+"""Marks the end of the last message's content while a prompt is rendered. The text has private-use
+characters, so that messages are unlikely to contain it."""
 
 
 class _GenerationTag(jinja2.ext.Extension):

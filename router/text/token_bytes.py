@@ -36,7 +36,7 @@ class LeadingSpace(Enum):
     """Remove all spaces of the first token."""
 
     def strip(self, piece: bytes) -> bytes:
-        """Return `piece`, the bytes of a text's first token, without the added space."""
+        """Apply this treatment to `piece`, the bytes of a text's first token."""
         match self:
             case LeadingSpace.KEEP:
                 return piece

@@ -13,12 +13,12 @@ WINDOW_BYTES: Final = 65_535
 """Maximum number of bytes that a client may send on a stream before the handler reads; HTTP/2's
 default."""
 _LARGE_S: Final = 60.0
-"""Longest time for a message larger than `WINDOW_BYTES` to arrive. The time is limited because only
-a limited number of such messages may arrive on a connection at once."""
+"""Longest time for a message larger than `WINDOW_BYTES` to arrive. Only a few such messages may
+arrive on a connection at once, so without this limit slow messages could block all others."""
 
 _PREFIX_BYTES: Final = 5
 _QUICK_BYTES: Final = 256 * 1024
-"""The event loop inflates a message up to this size; a thread inflates the rest."""
+"""The event loop inflates a message only up to this many bytes; a thread inflates its rest."""
 
 
 class RefusedMessageError(Exception):

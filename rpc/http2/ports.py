@@ -61,7 +61,7 @@ def free_path(path: Path) -> None:
 
 
 class ListeningPath:
-    """A listening Unix socket; replaces the file of a socket whose process has died."""
+    """A listening Unix socket; replaces the file that a dead process has left at its path."""
 
     def __init__(self, path: Path) -> None:
         """Start to listen; raises OSError on failure."""

@@ -23,9 +23,9 @@ class Operators:
 
         If callers need a certificate but no key, every caller is an operator. If callers need
         neither key nor certificate, every caller on a Unix socket is an operator, because file
-        permissions protect the socket; with `obeys_loopback`, so is every caller on the loopback
-        interface. Beware of a proxy on this machine: calls that the proxy forwards come from
-        loopback.
+        permissions protect the socket. With `obeys_loopback`, every caller on the loopback
+        interface is an operator, too. Calls that a proxy on this machine forwards also come from
+        loopback, so every caller of such a proxy would be an operator.
         """
         self._check_operator = check_operator
         self._has_client_certificates = has_client_certificates

@@ -49,8 +49,8 @@ class ReplayedPreemption:
     num_held_blocks: int
     """Blocks of ended sequences that steps in flight still held."""
     num_own_blocks: int
-    """Blocks that the sequence held: the blocks in its block table, and after a fork the blocks
-    that the worker had yet to copy for it."""
+    """Blocks that the sequence held: the blocks in its block table. Right after a fork, it also
+    held those blocks of its parent that the worker had yet to copy for it."""
     num_freed_blocks: int
     """How many of the `num_own_blocks` became available; other sequences share the rest."""
     num_known_tokens: int

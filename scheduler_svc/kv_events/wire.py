@@ -14,8 +14,8 @@ def changes_to_proto(changes: Iterable[Change]) -> Iterator[kv_pb2.KvEvent]:
     """Convert changes to events, in order.
 
     Consecutive changes share an event if all of them remove blocks from one tier, or if all of them
-    store blocks with one salt in one tier. As in `blocks_to_proto`, blocks whose tokens are unknown
-    share no event with blocks whose tokens are known.
+    store blocks in one tier with one salt. Blocks with unknown tokens get separate events, as in
+    `blocks_to_proto`.
     """
     for (tier, is_stored, salt, is_known), run in groupby(changes, _kind):
         blocks = [change.block for change in run]
@@ -37,7 +37,8 @@ def _kind(change: Change) -> tuple[CacheTier, bool, str, bool]:
 def blocks_to_proto(blocks: Iterable[KvBlock]) -> Iterator[kv_pb2.KvEvent]:
     """Make `stored` events. The blocks of an event are in one tier and have the same salt.
 
-    Blocks whose tokens are unknown share no event with blocks whose tokens are known.
+    Blocks with unknown tokens get separate events, because an event lists the tokens of all its
+    blocks or of none.
     """
     alike: dict[tuple[CacheTier, str, bool], list[KvBlock]] = {}
     for block in blocks:

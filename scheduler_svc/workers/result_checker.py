@@ -29,8 +29,8 @@ class ResultChecker:
         self._num_left = np.zeros(info.limits.max_num_seqs, np.int32)
         """How many known tokens each row must compute before it samples."""
         self._num_samples = np.zeros(info.limits.max_num_seqs, np.int32)
-        """How many tokens each row samples in all. With draft tokens: how many more it may sample.
-        """
+        """How many tokens each row may sample. With draft tokens a row may sample several in a
+        step, so the tokens of each result are subtracted."""
         self._swap_ins: dict[StepId, set[int]] = {}
         """For each step, the device blocks that it swaps in."""
         self._stores: set[int] = set()

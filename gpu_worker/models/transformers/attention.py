@@ -183,8 +183,8 @@ _EXPERTS_TAKE: Final = ["hidden_states", "top_k_index", "top_k_weights"]
 def _skip_experts(model: nn.Module) -> None:
     """Make modules of experts return zeros instead of computing.
 
-    Some modules of experts, such as LongCat's, read the contents of `top_k_index`. Tensors on the
-    meta device have no contents.
+    Otherwise some of these modules, such as LongCat's, would fail on the meta device: they read the
+    contents of `top_k_index`, and tensors on the meta device have no contents.
     """
     for module in model.modules():
         if list(inspect.signature(module.forward).parameters) == _EXPERTS_TAKE:
@@ -273,8 +273,8 @@ def record_calls(
 def _first_position(base: torch.nn.Module) -> int:
     """Return the position that the model gives a sequence's first token.
 
-    A model that numbers positions as RoBERTa does begins with the padding token's id plus one. All
-    other models begin with 0.
+    This position is the padding token's id plus one if the model numbers positions like RoBERTa,
+    otherwise 0.
     """
     for module in base.modules():
         if hasattr(module, "create_position_ids_from_input_ids"):
@@ -297,9 +297,9 @@ def _unchecked_distributions() -> Iterator[None]:
 def _with_windows_of_masks(
     config: PreTrainedConfig, calls: tuple[AttentionCall, ...], mask_windows: set[int | None]
 ) -> tuple[AttentionCall, ...]:
-    """Add the window in the model's mask to each call of attention that names no window.
+    """Add the mask's window to each call of attention that passed no window itself.
 
-    Layers of Qwen2-MoE, for example, have a window only in their mask. A model may make masks for
+    Layers of Qwen2-MoE, for example, pass a window only in their mask. A model may make masks for
     kinds of layers that it does not have, so unused masks are allowed.
 
     Raises:

@@ -7,8 +7,8 @@ same way every time. Also, the library's scan of Mamba 1 begins without a state,
 continue a prompt after the prompt's first chunk.
 
 Symbols: `S` sequences, `T` tokens of each, `E` hidden size, `C` channels, `I` inner size, `H`
-heads, `P` head dim, `G` groups of heads, `N` state size, `HK` query heads and
-key heads, `K` their head dim.
+heads, `P` head dim, `G` groups of heads, `N` state size. `HK` is the number of query heads, which
+is also the number of key heads, and `K` is their head dim.
 """
 
 import inspect

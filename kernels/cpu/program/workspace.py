@@ -1,8 +1,8 @@
 """Memory for the intermediate results of the layers of `NativeDecoder`.
 
-A workspace has a separate tensor for each call of a layer, and the layers use a few workspaces in
-turn. So no memory is overwritten while a late thread may still use it, as
-`kernels.cpu.library.Program` requires.
+A layer is a sequence of calls of kernels. In a workspace each of these calls has a separate tensor
+for its result, and the layers use a few workspaces in turn. So a result is overwritten only several
+calls later, when no thread that has fallen behind still needs it (`kernels.cpu.library.Program`).
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim, `E` hidden size,
 `I` intermediate size, `N` outputs of a linear map, `R` ranks of adapters.

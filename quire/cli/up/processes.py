@@ -20,8 +20,8 @@ from quire.cli.up.settings import (
 from rpc.settings import ENV_PREFIX
 
 EXIT_STALE_EPOCH: Final = 3
-"""The exit code of a scheduler whose workers another scheduler took over, as in
-`scheduler_svc/__main__.py`."""
+"""The exit code of a scheduler whose workers another scheduler took over. The number must equal
+`EXIT_STALE_EPOCH` in `scheduler_svc/__main__.py`."""
 GPU_MEMORY_UTILIZATION: Final = 0.9
 """The worker's default for --gpu-memory-utilization."""
 

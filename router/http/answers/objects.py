@@ -1,7 +1,8 @@
 """The JSON of completions, and the JSON that all calls share: usage, models, ends of choices.
 
-`answer.py` streams and collects completions and chats, which differ only in their `ChoiceShape`. A
-shape belongs to one call and tracks what has been sent of each choice.
+Completions and chats share the code of `answer.py`, which streams or collects them. Only the
+`ChoiceShape`, which makes the JSON of their choices, differs. A shape belongs to one call and
+tracks what has been sent of each choice.
 """
 
 from collections import defaultdict
@@ -51,7 +52,7 @@ class ChoiceShape(Protocol):
     object_name: str
     chunk_object_name: str
     is_text_only: bool
-    """Whether `delta` returns only the new text, except for a choice's first delta."""
+    """Whether `delta` returns a string, the new text, for all deltas of a choice but the first."""
 
     def score(self, index: int, scores: PromptScores) -> None:
         """Add more prompt log-probabilities of a choice; called before its first delta."""
@@ -156,8 +157,8 @@ class CompletionShape:
     ) -> Json:
         """Return a choice's fields for new text.
 
-        For a choice's first text, also return what the call requests of the prompt: its text, token
-        ids or log-probabilities.
+        For a choice's first text, the fields also show the prompt's text, token ids and
+        log-probabilities, as far as the call asks for them.
         """
         if self._is_echo_only:
             text, token_ids, logprobs = "", (), ()

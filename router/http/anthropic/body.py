@@ -176,7 +176,7 @@ class CountBody(CacheMarked):
         """Convert the body to a chat.
 
         Raises:
-            InvalidArgumentError: A message is empty, or has a block that it must not have.
+            InvalidArgumentError: A message is empty, or has a content block that it must not have.
             UnimplementedError: The model does not support the requested thinking.
         """
         messages = chat_messages(self.system, self.messages)

@@ -135,7 +135,7 @@ def collected(events: Iterable[Json]) -> list[Json]:
 
 
 def _parsed(arguments: str) -> object:
-    """Parse the JSON of a tool call's input; parse the complete part of JSON that was cut short."""
+    """Parse the JSON of a tool call's input; if it was cut short, parse its complete part."""
     try:
         value = from_json(arguments, allow_partial=True)
     except ValueError:

@@ -26,7 +26,7 @@ thinking."""
 
 @dataclass(frozen=True, slots=True)
 class ResponseCall:
-    """The parts of one call, from which its request and its events are made."""
+    """The parts from which the request and the events of one call are made."""
 
     head: Json
     """The response's fields that do not depend on the output."""
@@ -40,7 +40,7 @@ class ResponseCall:
         return self.plan.applied_to(self.request)
 
     def named(self, error: InvalidArgumentError) -> InvalidArgumentError:
-        """Return the error with the name that the client's JSON has for its field."""
+        """Return the error, with its field named as in the client's JSON."""
         return error_with_json_names({**FIELD_TO_JSON, **self.plan.field_to_json}, error)
 
     def events(self, inference: Inference) -> ResponseEvents:
@@ -83,9 +83,9 @@ def head_of(
 async def prepare(
     inference: Inference, body: ResponseBody, head: Json, earlier: Sequence[Item] = ()
 ) -> ResponseCall:
-    """Make the call for a body; may raise QuireError.
+    """Make the `ResponseCall` of a call with this body; may raise QuireError.
 
-    `earlier` are the items of the responses that the body continues.
+    `earlier`: the items of the response that the body continues, and of the responses before it.
     """
     if body.truncation == "auto":
         prompt, plan = await truncated(inference, body, earlier)

@@ -307,7 +307,7 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_leaving(self) -> int:
-        """Number of held blocks that are being taken out of use, counted at each read."""
+        """Number of held blocks that are being taken out of use; each access counts them again."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))
 
     def retire_from(self, end: int) -> None:
@@ -358,7 +358,7 @@ class BlockPool(Generic[BlockIdT]):
     # --- before the first use -------------------------------------------------------------------
 
     def find_in(self, table: dict[BlockHash, BlockIdT]) -> None:
-        """Find blocks by hash in the empty `table`; the owner of `table` sees each change."""
+        """Use the empty `table` to map hashes to blocks; the owner of `table` sees each change."""
         self._hash_to_block = table
 
     def restore(
@@ -369,8 +369,8 @@ class BlockPool(Generic[BlockIdT]):
     ) -> None:
         """Take over the contents of blocks from an earlier scheduler, before any allocation.
 
-        The times of last use are unknown, so the blocks that were published last are evicted first.
-        Blocks that continue a prefix are published after it.
+        The times of last use are unknown. So the blocks that were published last are evicted first;
+        a prefix, which is published before the blocks that continue it, is evicted after them.
 
         Args:
             tables: Block tables; each counts as a holder of its blocks, which must be distinct.
