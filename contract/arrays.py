@@ -21,7 +21,7 @@ _NO_LABELS: Final[Labels] = np.empty((0, 32), np.uint8)
 
 
 def ints(values: Sequence[int]) -> Int32Array:
-    """Return the values as int32[N]; for no values, the shared empty array."""
+    """Return the values as int32[N], or the shared empty array if there are no values."""
     return np.array(values, np.int32) if values else _NO_INTS
 
 

@@ -47,7 +47,8 @@ class AdminServicer(admin_pb2_grpc.AdminServiceServicer):
     ) -> AsyncIterator[admin_pb2.DrainResponse]:
         """Drain the process or a worker, and yield the progress until the drain has ended.
 
-        The progress is the number of live requests or sequences.
+        The progress is the number of requests (at a router) or of sequences (at other processes)
+        that are still live.
         """
         self._operators.check(context.peer(), "drains, except on SIGTERM,")
         if request.worker:

@@ -67,8 +67,9 @@ def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int
 def num_usable_cores() -> int:
     """Return how many cores this process may use.
 
-    If the system does not tell cores apart, each logical CPU counts as a core. The control group's
-    limit on CPU time also limits the number, because spinning threads would use up the CPU time.
+    If the system does not say which logical CPUs share a core, each logical CPU counts as a core.
+    If the control group limits the CPU time to that of fewer cores, only so many are counted,
+    because more threads would use up the CPU time by spinning.
     """
     cores, quota = len(usable_cores()), _cpu_quota()
     return cores if quota is None else min(cores, math.ceil(quota))
@@ -77,7 +78,8 @@ def num_usable_cores() -> int:
 def usable_cores() -> list[int]:
     """Return one logical CPU of each core that this process may use, socket after socket.
 
-    If the system does not tell cores apart, return all CPUs that this process may use.
+    If the system does not say which logical CPUs share a core, return all that this process may
+    use.
     """
     if not hasattr(os, "sched_getaffinity"):
         return list(range(os.cpu_count() or 1))

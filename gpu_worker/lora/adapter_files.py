@@ -38,11 +38,12 @@ _OF_TRAINING: Final = frozenset(
     | {"lora_dropout", "eva_config", "megatron_config", "megatron_core", "runtime_config"}
     | {"qalora_group_size"}
 )
-"""Fields that are ignored: alone, none of them changes what a trained adapter computes.
+"""Fields that are ignored, because they do not change what a trained adapter computes.
 
-Some of these fields have an effect together with another field, but that other field is refused. A
-field that is neither in `_HONOURED` nor in `_OF_TRAINING` must have a neutral value: a newer
-variant of LoRA must not be mistaken for LoRA.
+Some of these fields would have an effect if another field was set, too, but that other field is
+refused. A field that is neither in `_HONOURED` nor in `_OF_TRAINING` must have one of the values in
+`_NEUTRAL`. With another value, the adapter may be of a newer variant of LoRA, which would be
+computed wrongly.
 """
 _NEUTRAL: Final[tuple[object, ...]] = (None, False, "none", "", [], {})
 _HARMLESS_STARTS: Final = (None, True, False, "gaussian", "orthogonal", "eva")

@@ -121,7 +121,7 @@ _NATIVE: Final = {
 
 
 class _CheckpointSource:
-    """The source of a model that our own implementation, or a user's class, runs."""
+    """The `ModelSource` of a model that an implementation of Quire, or a user's class, runs."""
 
     def __init__(
         self,

@@ -164,7 +164,7 @@ class Executor:
         return 2 if self._device.type == "cuda" and self._speculation is None else 1
 
     def bind_thread(self) -> None:
-        """Set torch's per-thread state. All later calls must come from the same thread."""
+        """Set torch's state for the calling thread. This thread must also make all later calls."""
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
         else:
@@ -380,7 +380,7 @@ class Executor:
 def _of_sampled(
     logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
 ) -> tuple[StepLogprob, ...]:
-    """Return the log-probabilities of rows that sampled, with `index` counted among these rows."""
+    """Return the log-probabilities of the rows that sampled; `index` counts only these rows."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1

@@ -42,7 +42,7 @@ _IN_A_FORM = SamplingParams(
 )
 _PROMPT_TOKENS = 4
 _NUM_DECODES = 3
-"""The largest number of steps in which a row of `_one_then_two` decodes."""
+"""`_one_then_two` plans at most this many decodes for a row."""
 _SEQS_OF_ONE_VARIANT = 256
 """The decode kernel has one variant for at most this number of sequences, and another for each
 power of two above this number."""
@@ -58,8 +58,9 @@ def warm_up(
 ) -> None:
     """Execute every kind of step; all rows are free before and after. KV contents are lost.
 
-    All ranks must call this function, and they execute the same steps. If `has_structured_output`
-    is true on any rank, all ranks execute steps with grammars, although only rank 0 uses grammars.
+    All ranks must call this function. Ranks communicate within a step, so they must execute the
+    same steps. Only rank 0 uses grammars, but if `has_structured_output` is true on any rank, all
+    ranks execute the steps with grammars.
 
     If the limits are too small for these steps, none is executed, and the first requests wait for
     the compilation of kernels.
@@ -132,10 +133,10 @@ def _one_then_two(
 
 
 def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
-    """Plan the last chunk of a prompt so long that attention splits its context, then decodes.
+    """Plan decodes behind a prompt that is so long that attention splits its context.
 
-    With a draft model, there are more decodes: the draft model first has to compute the whole
-    prompt, and until then the row gets no guesses.
+    Only the last chunk of the prompt is computed. With guesses there are more decodes, because a
+    draft model first has to compute the whole prompt, and until then the row gets no guesses.
     """
     num_steps = 1
     if num_draft_tokens:

@@ -16,7 +16,8 @@ from kernels.reference.linear.quantized import HALF_RUN, pack_nibbles
 from kernels.triton.linear.tile_sizes import fewest_rows
 
 _RUN: Final = 32
-"""A group has a multiple of this number of input features, or it has all K."""
+"""A group has a multiple of this number of input features. Only a weight of 8 bits whose single
+group has all input features may have any number."""
 _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
 """`torch._scaled_mm` needs K and N that are multiples of this number."""
@@ -49,8 +50,8 @@ def pack_integers(
 ) -> "QuantizedLinear":
     """Make the map of an integer weight; arguments as for `kernels.cpu.linear.pack_integers`.
 
-    `can_pack` must hold. Scales and offsets are rounded to float16. At 4 bits, the map's values are
-    from 0 to 15, not from -8 to 7, so its offsets are `offset - 8 * scale`.
+    `can_pack` must hold. Scales and offsets are rounded to float16. At 4 bits, the map stores
+    `value + 8`, so that no value is negative; its offsets are `offset - 8 * scale` to match.
     """
     values = values.t()
     if bits == 4:  # noqa: PLR2004

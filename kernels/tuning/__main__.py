@@ -4,13 +4,14 @@
 
 For a model's shape and cache format, the command times decode and prefill attention with each
 candidate configuration, over several workloads. Each time is divided by the time that the present
-configuration takes. The candidate with the least sum of these quotients becomes the first rule in
-the device's file. The file is in `kernels/triton/configs` and is named after the device; commit it.
---out names another file. The file is written after each of the two kernels.
+configuration takes. The candidate with the least sum of these quotients wins. The device's file
+gets a rule that chooses this candidate for the shape, before all other rules. The file is in
+`kernels/triton/configs` and is named after the device; commit it. --out names another file. The
+file is written after each of the two kernels.
 
 --processes compiles the candidates beforehand, in that many processes. --quick tries only a few
-candidates. --cpu-smoke needs no GPU, and shows that the script works. The times of --cpu-smoke mean
-nothing, so it needs --out.
+candidates. --cpu-smoke needs no GPU, and shows that the script works. Its times mean nothing and
+must not get into a device's file, so --cpu-smoke needs --out.
 """
 
 import argparse
@@ -65,7 +66,8 @@ class Tuned:
     seconds: tuple[float, ...]
     """The time that the best candidate takes for each workload."""
     default_seconds: tuple[float, ...]
-    """The time that the first candidate takes for each workload; see `best_of`."""
+    """The time that the present configuration takes for each workload; if it fails, the time of the
+    next candidate."""
 
 
 def decode_candidates(default: DecodeConfig, *, is_quick: bool = False) -> list[DecodeConfig]:
@@ -97,11 +99,13 @@ def best_of(
     seconds_of: Callable[[Config, Workload], float],
     report: Callable[[str], None],
 ) -> Tuned:
-    """Return the candidate with the least sum of times, each divided by the first candidate's time.
+    """Return the fastest candidate, by its times relative to those of the first candidate.
 
-    A candidate is dropped if it fails, usually for lack of shared memory. A candidate is also
-    dropped if its times, on average over the workloads that have run, are more than 1.5 times those
-    of the first candidate. If the first candidate fails, the next one counts as the first.
+    The first candidate is the present configuration. If it fails, the next candidate takes its
+    place. Each time is divided by the time that the first candidate takes for the same workload,
+    and the candidate with the least sum of these quotients is returned. A candidate is dropped if
+    it fails, usually for lack of shared memory, or if the average of its quotients so far exceeds
+    1.5.
 
     Raises:
         ValueError: all candidates failed.
@@ -136,10 +140,10 @@ def best_of(
 def with_rules(
     text: str, device: str, how: dict[str, object], shape: LaunchShape, tuned: Iterable[Tuned]
 ) -> str:
-    """Return a file's `text` in which each tuned kernel has a new first rule for `shape`.
+    """Put a rule for `shape` before the other rules of each tuned kernel; return the new text.
 
-    `how` describes the measurement and is stored with the rule. Earlier rules for the same shape
-    are removed.
+    `text` is the content of a configuration file. Earlier rules for the same shape are removed.
+    `how` describes the measurement, and is stored with each new rule.
     """
     content: dict[str, Any] = json.loads(text)
     content["device"] = device

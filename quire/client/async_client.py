@@ -47,8 +47,9 @@ ASYNCIO: Final = Transport(open_channel, asyncio.sleep)
 class AsyncClient:
     """The client for asyncio, with `Client`'s methods.
 
-    A client may be used only in the event loop in which it was made. The methods await only calls
-    on the transport's channels, and the transport's `sleep`; `Client` relies on this.
+    A client may be used only in the event loop in which it was made. `Client` runs the
+    methods without an event loop, on a transport that blocks. So the methods must await nothing but
+    calls on the transport's channels, and the transport's `sleep`.
     """
 
     def __init__(
@@ -213,9 +214,10 @@ class AsyncClient:
     ) -> tuple[kv_pb2.WorkerKv, ...]:
         """Return which sequences hold which KV blocks, as messages of `quire.v1.kv_pb2`.
 
-        `worker` selects one worker. A limit that is None is the service's default. To get the rest
-        of a worker's long answer, call again for this worker, with the answer's `next_seq_id` as
-        `first_seq_id`, or a tier's `next_block` as `first_block`.
+        `worker` selects one worker. A limit that is None is the service's default. If a worker has
+        more sequences than the limit, its answer has a `next_seq_id`. For the next sequences, call
+        again with this `worker`, and with the `next_seq_id` as `first_seq_id`. In the same way, a
+        tier's `next_block` serves as `first_block` for the next blocks.
         """
         query = kv_pb2.KvQuery(
             worker=worker,

@@ -189,10 +189,10 @@ class OnDemand:
             demand.loaded_at = demand.seen_at = None
 
     def _torn(self) -> Inference | None:
-        """Return a model that is in use although only some of its workers may have it.
+        """Return a model that requests use, but that some of its workers may have unloaded.
 
-        The router has tried to unload such a model while the model was idle. Some workers could not
-        unload the model, or have restarted with the model.
+        The router has tried to unload such a model at all workers, because the model was idle. But
+        some workers could not unload the model, or have restarted with the model.
         """
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
@@ -228,8 +228,7 @@ class OnDemand:
     async def _make_room_and_load(self, wanted: Inference) -> None:
         """Load a model, after unloading other models if too many are loaded.
 
-        Does nothing if another model would have to be unloaded first, but all loaded models must
-        stay loaded for now.
+        Does nothing if there is no room, and all loaded models must stay loaded for now.
 
         Raises:
             QuireError: The model cannot be loaded, or another model cannot be unloaded.

@@ -53,8 +53,8 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
     Args:
         config: The worker's address, this scheduler's epoch, and other parameters.
         wake: Set whenever the link has news; see `WorkerLink`.
-        step_id_base: Added to the plans' step ids. Each core numbers its steps from 1, but on the
-            wire the ids must also grow from one attachment to the next, within an epoch.
+        step_id_base: Added to the plans' step ids. Each attachment has a new core, which numbers
+            its steps from 1. But the ids that a worker gets within an epoch must always increase.
 
     Raises:
         StaleEpochError: A newer scheduler has the worker.

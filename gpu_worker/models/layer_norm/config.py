@@ -92,8 +92,8 @@ class _Family:
     theta_field: str = "rope_theta"
     share_field: str = "partial_rotary_factor"
     rotary_share: float | None = None
-    """The default share of a head's dimensions that is rotated; None: all are, and config.json must
-    not set another share."""
+    """The share of a head's dimensions that is rotated unless config.json sets another share. None:
+    all dimensions are rotated, and config.json must not set another share."""
     tie_word_embeddings: bool = False
 
 

@@ -20,8 +20,10 @@ from kernels.triton.quantized_kv import as_bits, plain_numbers
 RUN: Final = 32
 _ONE_TILE: Final = BY_ROWS[1]
 _MAX_SPLITS: Final = 16
-"""The limit on splits of the input features. The features are split only with the smallest tile
-size: then `out` has few tiles, and the splits make enough programs for the device. Not measured."""
+"""The limit on splits of the input features. The smallest tile size is for few rows. Few rows make
+few tiles of `out`, too few to fill the device with one program each, so several programs share a
+tile's input features. With larger tile sizes the features are not split. The limit was not
+measured."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])

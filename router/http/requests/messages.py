@@ -145,7 +145,7 @@ Messages = Annotated[Listed[Message], at_most(MAX_MESSAGES), Field(min_length=1)
 def for_template(messages: Iterable[Message]) -> Iterator[dict[str, Any]]:
     """Check each message, and yield it for a chat template; may raise InvalidArgumentError.
 
-    Callers iterate in a thread, because the arguments of calls may be long.
+    Callers iterate in a thread, because the arguments of calls are parsed, which may take long.
     """
     for i, message in enumerate(messages):
         yield message.for_template(f"messages[{i}]")

@@ -1,7 +1,7 @@
 """The interface of a watcher of the prefix cache; see `Scheduler.watch_cache`.
 
-A watcher provides the tables in which the pools find blocks by hash. So the watcher sees each
-change, and a core without a watcher does no extra work.
+A watcher provides the dicts in which the pools find blocks by hash, so it sees each change of these
+dicts. Without a watcher the pools use plain dicts, and do no extra work.
 """
 
 from enum import Enum
