@@ -92,7 +92,7 @@ class WorkerSettings(ProcessSettings):
     """Layers whose KV is not quantized, numbered from 0, such as 0,1,23."""
     gpu_memory_utilization: Annotated[float, Field(gt=0, le=1)] = 0.9
     """Share of the GPU's memory that may be in use, including what other processes use. KV gets the
-    part of this share that other processes, the weights and temporary tensors leave."""
+    rest of this share, after other processes, the weights and temporary tensors."""
     memory_warning_share: Annotated[float, Field(ge=0, le=1)] | None = None
     """If less than this share of the device's memory is available, the number of running sequences
     may not grow, and prompts are computed in smaller parts. On a CPU, the device's memory is what
@@ -144,10 +144,11 @@ class WorkerSettings(ProcessSettings):
     """The smaller model that makes the guesses. It must have the vocabulary of the model of
     --model, and is named in the same way."""
     ngram_min: PositiveInt = 2
-    """Smallest n of ngram's n-grams: ngram searches the sequence for an earlier occurrence of its
-    last n tokens."""
+    """With speculative ngram, the worker searches a sequence for an earlier occurrence of its last
+    n tokens. This is the smallest n."""
     ngram_max: PositiveInt = 4
-    """Largest n of ngram's n-grams; ngram uses the longest n-gram that occurs earlier."""
+    """The largest n (see ngram-min). The worker takes the largest n for which it finds an earlier
+    occurrence."""
     enforce_eager: bool = False
     """Run a GPU's steps without CUDA graphs. The worker starts faster, because it captures no
     graphs, but small models run more slowly. Models that cannot be captured never use graphs."""
@@ -249,7 +250,7 @@ class WorkerSettings(ProcessSettings):
 
     @property
     def kv_dtype(self) -> str:
-        """`kv_cache_dtype` and the layers that it skips, such as "int8 but 0,23"."""
+        """`kv_cache_dtype`, and the layers that are not quantized: for example "int8 but 0,23"."""
         layers = ",".join(map(str, sorted(self.kv_skip_layers)))
         return f"{self.kv_cache_dtype} but {layers}" if layers else self.kv_cache_dtype
 

@@ -187,7 +187,7 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require as many query tokens as sequences or, if `out` is given, at least as many.
+    """Require one query token for each sequence; if `out` is given, there may be more tokens.
 
     Raises:
         ValueError: The numbers do not fit; the message has both.

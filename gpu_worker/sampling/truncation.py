@@ -54,9 +54,9 @@ def _boundaries(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return each row's smallest kept logit and its number of kept logits, `[S, 1]` each.
 
-    A CPU looks at few candidates first, and at more only for rows that need more. A GPU sorts fast,
-    so it looks at all candidates at once. If a GPU began with few candidates, the host would have
-    to wait for the GPU to learn which rows need more.
+    A CPU looks at few candidates first, and at more only for rows that need more. A GPU looks at
+    all candidates at once: it sorts fast, and to find out which rows need more, the host would have
+    to wait for the GPU's results.
     """
     if logits.device.type != "cpu":
         return _boundaries_among(logits, weights, k, p, max_k)

@@ -4,14 +4,15 @@ The small model's pool has as many blocks as the large model's, and a row uses t
 numbers in both pools, so the scheduler needs no second allocation. This module tracks which KV of
 the small model is valid:
 
-    by row      KV is valid for the row's first `_num_computed` tokens
-    by block    whether the KV in all slots is valid; read when a new row finds the block cached
+    by row      how many tokens have valid KV, counted from the row's first token
+    by block    whether all slots of the block have valid KV; this matters when a new row finds the
+                block in the prefix cache
 
 The small model lacks the KV of tokens that rows gained without guesses, and of blocks that were
-swapped in, because the host holds only the large model's KV. It also lacks the KV of cached blocks
-whose rows ended before the small model computed them. Before the next guess the small model
-computes the missing tokens, which is cheap. An error in the tracking may lower the acceptance rate,
-but the output stays right.
+swapped in, because the host holds only the large model's KV. It also lacks the KV of a cached block
+if the row that filled the block ended before the small model had computed the block's tokens.
+Before the next guess the small model computes the missing tokens, which is cheap. An error in the
+tracking may lower the acceptance rate, but the output stays right.
 
 Symbols: `N` rows that guess, `K` the largest number of tokens guessed, `S` rows that the small
 model computes, `E` hidden size.
@@ -76,7 +77,8 @@ class ModelDrafter:
     def capture_decodes(self, backend: GraphBackend, report: Callable[[float], None]) -> None:
         """Capture graphs for a row's second and later guesses.
 
-        See `ModelRunner.capture_decodes`.
+        To draw such a guess, the small model computes one token of the row. The first guess may
+        need more tokens (`capture_pieces`). For the arguments see `ModelRunner.capture_decodes`.
         """
         graphs = DecodeGraphs(self._model, self._pool, self._limits, self._last_token_ids)
         graphs.capture(backend, report)
@@ -96,7 +98,7 @@ class ModelDrafter:
         return self._num_draft_tokens
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
-        """Copy blocks as the plan says; note that KV in swapped-in and in new blocks is invalid."""
+        """Copy blocks as the plan says, and mark swapped-in and new blocks as not valid."""
         block_size = self._limits.block_size
         self._is_valid[plan.swap_in_dst_block_ids] = False
         src, dst = plan.copy_src_block_ids, plan.copy_dst_block_ids
@@ -137,7 +139,8 @@ class ModelDrafter:
     ) -> Guesses:
         """See `Drafter`.
 
-        The small model computes each guess of a row except the last, to sample the next guess.
+        To draw a row's next guess, the small model runs on the guess before. So all guesses of a
+        row except the last get KV.
         """
         ends = rows.num_tokens[drafting]
         starts = self._num_computed[drafting]

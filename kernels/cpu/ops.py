@@ -99,8 +99,8 @@ def clamped_swiglu(
 ) -> torch.Tensor:
     """Return `(up + 1) * gate * sigmoid(alpha * gate)` [T, I] for `gate_up` [T, 2 * I].
 
-    Gate is clamped to at most `limit`, and up to [-limit, limit]. The stride of `gate_up` over T
-    may be any.
+    `gate` is clamped to at most `limit`, and `up` is clamped to [-limit, limit]. The stride of
+    `gate_up` over T may be any.
     """
     out = _gated(gate_up)
     library.clamped_swiglu(

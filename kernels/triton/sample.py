@@ -89,8 +89,9 @@ def _threshold(row, goal, high, V, IS_WEIGHT: tl.constexpr, TOKENS: tl.constexpr
 def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
     """Return 1 + the index of the `num_equal`-th key that equals the threshold.
 
-    If the row has at most `num_equal` such keys, return V. Then the row is read only once, and
-    threads do not wait for each other after each tile.
+    If the row has at most `num_equal` such keys, return V. One pass over the row counts these keys.
+    Only if there are more, a second, slower pass looks for the index: in this pass, threads wait
+    for each other after each tile.
     """
     counts = tl.full([TOKENS], 0, tl.int32)
     for first in range(0, V, TOKENS):
@@ -114,7 +115,11 @@ def _end_of_equals(row, threshold, num_equal, V, TOKENS: tl.constexpr):
 
 @triton.jit
 def _kept(row, first, threshold, equals_end, floor, V, TOKENS: tl.constexpr):
-    """Return fp64 weights of a tile; 0 where `threshold`, `equals_end` or `floor` drops a key."""
+    """Return the fp64 weights of a tile's keys; a key that is cut off has the weight 0.
+
+    A key is kept if it is below `threshold`, or equals `threshold` and its index is below
+    `equals_end` (`_end_of_equals`). Also, its weight must be at least `floor`.
+    """
     key = _load_keys(row, first, V, TOKENS)
     token = first + tl.arange(0, TOKENS)
     weight = weight_of(key)
@@ -137,7 +142,7 @@ def _uniform(seed, position):
 def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.constexpr):
     """Draw a candidate from a row with top_k or top_p, as `_sample_kernel` says; return its index.
 
-    `row` has the keys of the `size` candidates. `total` is the sum of the weights of all tokens,
+    `row` has `size` keys, those of the candidates. `total` is the sum of the weights of all tokens,
     not only of the candidates.
     """
     threshold = tl.full([], 0x7F800000, tl.int32)  # the key of minus infinity
@@ -283,14 +288,14 @@ def sample(
     Parameters and result are as `kernels.reference.sample` says. But fp64 sums are added in another
     order, and the device's exponential is exact only up to the last bits of fp32. So a token may
     differ from that of `kernels.reference.sample` if the uniform number, or p, is within about 1e-7
-    of the number at which the result changes from one token to the next. The stride of `logits`
-    over S may be any.
+    of a number at which the result changes. The stride of `logits` over S may be any.
 
-    No row is sorted. In a row with top_k or top_p, the candidates are gathered, with one program
-    per tile. The thresholds are found in about ten passes over the candidates. The row of logits is
-    read three times: for its maximum, to count its tokens, and to gather the candidates. If most
-    tokens are candidates, each pass over the candidates reads about as much as a pass over the row.
-    A row with neither top_k nor top_p is read twice.
+    No row is sorted. In a row with top_k or top_p, the logits are read three times: to find their
+    maximum, to count the tokens by their distance from the maximum, and to gather the candidates.
+    Each tile has its own program, which gathers the tile's candidates. The thresholds are then
+    found in about ten passes over the candidates. If most tokens are candidates, each of these
+    passes reads about as much as a pass over the row. A row with neither top_k nor top_p is read
+    twice.
 
     The op needs about S * V * 9 / 8 int32 numbers of scratch memory. The host reads nothing from
     the device, and a row's token does not depend on other rows.

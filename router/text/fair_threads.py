@@ -40,7 +40,8 @@ class TextThreads:
     async def run(self, work: Callable[[], T]) -> T:
         """Run `work` in a thread, unless the caller is cancelled before `work` starts.
 
-        Raises `TooBusyError` if `work` is lost because more than `max_pending` tasks wait or run.
+        Raises `TooBusyError` if too many tasks wait or run, and `work` is the task that is dropped
+        (see `__init__`).
         """
         tenant = tenant_of_call()
         lost: Future[Any] | None = None
@@ -75,8 +76,7 @@ class TextThreads:
     def _take_newest_of_another(self, tenant: str) -> "Future[Any] | None":
         """Remove and return the newest waiting task of the tenant that has the most waiting tasks.
 
-        Returns None if that tenant has no more waiting tasks than `tenant`, whose new task counts,
-        too.
+        Returns None if no tenant has more waiting tasks than `tenant` will have with its new task.
         """
         num_own = len(self._tenant_to_tasks.get(tenant, ())) + 1
         while True:

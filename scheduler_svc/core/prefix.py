@@ -209,11 +209,13 @@ class Publisher:
 
         Blocks of a group with a window are published when the sequence stops (`publish_windows`).
         If such a block were published at once, it would serve only the few prefixes that end at
-        most one window after the block. Blocks of recurrent layers are published at once, because a
-        sequence can resume only from a full block with a state.
+        most one window after the block. Blocks of recurrent layers are published at once: sequences
+        can resume only from the state in a full block, and when a sequence stops, it usually holds
+        no full block of these layers any more.
 
-        All tokens of the last blocks are known. The newest of them were sampled two steps before
-        the step being planned, and at most one step is in flight while a step is planned.
+        The hash of a block needs all tokens of the block, and they are known. The newest of them
+        were sampled two steps before the step being planned, and at most one step is in flight
+        while a step is planned.
 
         While sequences only decode, this call is most of the cost of a step. So it reads and
         publishes the blocks of all sequences together.

@@ -53,10 +53,10 @@ class StepsInFlight:
         self._unanswered.append(step)
 
     def hold(self, blocks: Sequence[DeviceBlockId], row: int | None = None) -> None:
-        """Take over one reference to each of `blocks`, and `row`, which the caller has abandoned.
+        """Keep blocks and a row from being used again, until no step in flight can touch them.
 
-        The blocks and the row are released when no step in flight can touch them; this may be at
-        once.
+        The caller gives up one reference to each of `blocks`, and has abandoned `row`
+        (`Rows.abandon`). If no step is in flight, the blocks and the row are released at once.
         """
         self._held.append((self.last, blocks, row))
         if not self._unanswered:

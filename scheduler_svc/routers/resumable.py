@@ -150,8 +150,8 @@ class _Source:
     """Outputs that have not been sorted by sequence yet."""
     num_unread_bytes: int = 0
     redirects: dict[RouterStream, dict[int, int]] = field(default_factory=dict)
-    """For each other stream that has resumed sequences of this stream: maps the key that such a
-    sequence has on this stream to the key that it has on the other stream."""
+    """The new keys of resumed sequences, by the stream that has resumed them. Each inner map leads
+    from a sequence's key on this stream to its key on the resuming stream."""
 
 
 class ResumableRequests:
@@ -159,15 +159,15 @@ class ResumableRequests:
 
     The stream that submitted or last resumed a request owns the request, until the stream ends or
     the client leaves. A request expires `grace_s` after it has lost its owner or has ended. The
-    arguments `now` are on the clock of the requests' deadlines.
+    argument `now` of a method is a time on the clock of the requests' deadlines.
     """
 
     def __init__(self, *, grace_s: float, max_bytes: int) -> None:
         """Make an empty collection; if `grace_s` is 0, no request is resumable.
 
-        If the requests use more than `max_bytes`, some expire early: first ended requests, then
-        requests without an owner, and of each kind the oldest first. If the unfinished requests
-        that have an owner alone use more than `max_bytes`, new requests are refused.
+        If the requests use more than `max_bytes`, some expire early: the requests that have ended,
+        then those without an owner, and of each kind the oldest first. Unfinished requests with an
+        owner never expire early. If these requests use more than `max_bytes`, new ones are refused.
         """
         self.grace_s = grace_s
         self._max_bytes = max_bytes
@@ -177,8 +177,8 @@ class ResumableRequests:
         """The size of all requests at the last `expire`, plus the size of requests added since."""
         self._sources: dict[SourceId, _Source] = {}
         self._resumed: dict[RouterStream, dict[int, tuple[SourceId, SeqKey]]] = {}
-        """For each stream that has resumed requests: maps the key that a sequence of these requests
-        has on the stream to the sequence's source and key in the core."""
+        """The sequences of resumed requests, by the stream that has resumed them. Each inner map
+        leads from a sequence's key on the resuming stream to its source and key in the core."""
 
     def __len__(self) -> int:
         return len(self._requests)
@@ -421,7 +421,10 @@ class ResumableRequests:
         return None if found is None else found[0]
 
     def _keys_from(self, kept: ResumableRequest, first_seq_key: int) -> list[SeqKey]:
-        """Return the keys of a request's live sequences if output 0 has the key `first_seq_key`."""
+        """Return the keys that a request's live sequences have on a stream.
+
+        `first_seq_key` is the key of output 0 on this stream.
+        """
         return [SeqKey(key - kept.first_seq_key + first_seq_key) for key in kept.live_seq_keys]
 
     def _orphan(self, kept: ResumableRequest, now: float) -> None:

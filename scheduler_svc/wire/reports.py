@@ -1,6 +1,7 @@
 """Converts reports about workers: their load and activity, and which sequence holds which blocks.
 
-Fields with the same name in a message and in the class that it is made from are copied by name.
+A message is made from an object, such as a `StepRecord`. The fields that have the same name in both
+are copied by name.
 """
 
 from collections.abc import Collection, Sequence
@@ -100,7 +101,11 @@ def activity_to_proto(
 
 
 def check_activity_query(query: common_pb2.ActivityQuery) -> None:
-    """Raise InvalidArgumentError if a field exceeds its limit, or needs a field that is empty."""
+    """Check that `max_steps` is within its limit, and that `after_step_id` comes with `worker`.
+
+    Raises:
+        InvalidArgumentError: A check failed.
+    """
     if query.max_steps > MAX_STEPS:
         raise InvalidArgumentError(
             "query.max_steps", f"is {query.max_steps}; it must be in [0, {MAX_STEPS}]"

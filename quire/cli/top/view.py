@@ -147,7 +147,10 @@ def _kv(tiers: Sequence[TierSum], load: Load) -> RenderableType:
 
 
 def bar(state_to_num: Mapping[str, int], width: int = _BAR_WIDTH) -> Text:
-    """Draw the numbers of blocks as a bar; a state with blocks gets at least one character."""
+    """Draw a bar that shows how many blocks are in each state, such as held, cached and free.
+
+    A state with at least one block gets at least one character.
+    """
     whole = sum(state_to_num.values())
     text = Text()
     if not whole:

@@ -46,10 +46,11 @@ def chats(service: ServiceInfo) -> bool:
 
 
 async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
-    """Stream the demo model's answer, or another model's completion; return the exit code.
+    """Show on the terminal that the model generates text; return the exit code.
 
-    A separate process streams the text, because the supervisor must not import gRPC, whose threads
-    do not survive a fork.
+    The demo model answers a question; any other model continues a piece of code. A separate process
+    streams the text, because the supervisor must not import gRPC, whose threads do not survive a
+    fork.
     """
     tls = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
     values = {name: value for name in tls if (value := getattr(settings, name))}

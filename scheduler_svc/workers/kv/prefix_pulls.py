@@ -24,8 +24,9 @@ from scheduler_svc.workers.session import Session
 
 _FIRST_FIXED_S: Final = 0.01
 """The assumed fixed time of a copy, before any copy has been measured. It is about the time of a
-decode step and two calls. If the value is too low, the first copy corrects it. If the value is too
-high, no copy is made that could correct it. On two busy CPU cores, a small copy took 0.22 s."""
+decode step and of a copy's two calls, `PullKv` and `ReadKv`. If the value is too low, the first
+copy corrects it. If the value is too high, no copy is made that could correct it. On two busy CPU
+cores, a small copy took 0.22 s."""
 _FIRST_BYTES_PER_S: Final = 1e9
 """The assumed rate of a copy, before any copy has been measured."""
 _WEIGHT: Final = 1 / 4

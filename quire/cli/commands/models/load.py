@@ -1,4 +1,4 @@
-"""`quire load`: loads a model, by default each worker's last, at one or all unloaded workers."""
+"""`quire load`: loads a model at unloaded workers, by default the model that each had before."""
 
 from collections.abc import Sequence
 from pathlib import Path
