@@ -32,7 +32,7 @@ from gpu_worker.step.executor import LaunchedStep
 from rpc.observe import timeline
 
 _POLL_S = 0.0002
-"""Seconds between two polls of a GPU while no step is queued."""
+"""While no job is queued: seconds between two checks whether the oldest launched step is done."""
 _STUCK_S = 120.0
 """A step that takes longer counts as stuck; long prefills on a CPU take less."""
 _STOP_S = 5.0
@@ -81,8 +81,8 @@ class StepLoop:
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None
         self._is_trusted = True
-        """False after a failed step, which may have written to any block; True after the next
-        `attach`."""
+        """Whether the labels of blocks are right. They may be wrong after a failed step, which may
+        have written to any block, until the next `attach` erases them."""
         self._is_stopped = False
         self._busy_since_s: float | None = None
         self._failure: str | None = None
@@ -99,7 +99,7 @@ class StepLoop:
         """After the steps queued so far, forget all rows; then run only steps of `attachment`.
 
         Returns:
-            Everything that the worker held until it forgot the rows, including their sequences.
+            What the worker held before it forgot the rows; this includes the rows' sequences.
         """
         done: asyncio.Future[Holdings] = self._event_loop.create_future()
         self._post(_Attach(attachment, done), done)

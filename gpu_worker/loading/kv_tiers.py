@@ -98,7 +98,8 @@ def open_lower_tiers(
 ) -> LowerTiers:
     """Allocate the host and disk tiers.
 
-    Disk blocks outlive the process if there is an `identity` and the setting `disk_kv_dir` is set.
+    `identity` is the hash that `kv_identity` returns. Disk blocks outlive the process if there is
+    an `identity` and the setting `disk_kv_dir` is set.
 
     Raises:
         ModelError: The disk lacks room, or there is a disk tier without a host tier.

@@ -9,7 +9,8 @@ from gpu_worker.weights.model_config import read_architecture
 
 _ORIGINAL_LEN: Final = "original_max_position_embeddings"
 _ORIGINAL_LENS: Final = {"Phi3ForCausalLM": 4096}
-"""By architecture: `original_max_position_embeddings` if config.json lacks it at the top level."""
+"""By architecture: the value of `original_max_position_embeddings` if config.json has none at the
+top level."""
 _ONLY_INSIDE: Final = ("Olmo3ForCausalLM",)
 """Architectures that ignore `original_max_position_embeddings` at the top level of config.json."""
 _OLD_NAMES: Final = {"Phi3ForCausalLM": ("su", "yarn")}
@@ -122,7 +123,8 @@ def rope_from_fields(
 
     config.json describes the embedding in a dictionary, `rope_parameters` or `rope_scaling`. If the
     dictionary has no `rope_theta`, the top-level field named by `theta_field` is read instead. If
-    it has no `partial_rotary_factor`, the top-level field named by `share_field` is read instead.
+    the dictionary has no `partial_rotary_factor`, the top-level field named by `share_field` is
+    read instead.
 
     Raises:
         UnsupportedError: `rotary_table` does not support the embedding.
@@ -159,9 +161,10 @@ def rope_from_fields(
 def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -> int:
     """Return how many of a head's dimensions are rotated.
 
+    `name` is the field of config.json that an error names.
+
     Raises:
-        ModelError: The number is odd, 0, or more than the head has. `name` is the field of
-            config.json that the message is about.
+        ModelError: The number is odd, 0, or more than the head has.
     """
     rotated = int(head_dim * rope.rotated_share)
     if rotated % 2 or not 0 < rotated <= head_dim:
@@ -174,10 +177,10 @@ def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -
 
 
 def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFields:
-    """Return `fields`, with LongRoPE's long factors for every length if `max_model_len` needs them.
+    """Return `fields`; if `max_model_len` needs LongRoPE's long factors, they replace the short.
 
-    Sequences longer than `original_max_position_embeddings` need the long factors.
-    Short and long factors cannot be mixed: keys are stored rotated, and a sequence that outgrows
+    Sequences longer than `original_max_position_embeddings` need the long factors. Then shorter
+    sequences must use the long factors, too: keys are stored rotated, and a sequence that outgrows
     this length would need other rotations of its stored keys.
     """
     name = _name(fields)

@@ -1,4 +1,4 @@
-"""Rank 0's side of its connections: accepts the other ranks, and sends them the executor's calls.
+"""Rank 0's side of the connections: accepts the other ranks, and sends them what to execute.
 
 When a rank has died, a collective never returns: the thread that waits in it hangs, perhaps inside
 a GPU's driver. So when a rank is lost, or fails at a step that other ranks have begun, this process
@@ -33,7 +33,8 @@ _log = structlog.get_logger()
 class Leader:
     """Rank 0's connections to the other ranks.
 
-    One thread at a time sends calls of the executor, and one thread at a time loads adapters.
+    At most two threads may use a leader at once: one that executes steps, and one that loads
+    adapters.
     """
 
     def __init__(self, settings: WorkerSettings) -> None:
@@ -96,7 +97,7 @@ class Leader:
             self.give_up(f"a rank is lost: {error}")
 
     def take_answers(self) -> dict[int, bytes]:
-        """Wait for each other rank's answer to a LOAD_ADAPTER; return the answers by rank."""
+        """Wait until all other ranks have answered a LOAD_ADAPTER; return the answers by rank."""
         return {rank: answers.get() for rank, answers in self._answers.items()}
 
     def close(self) -> None:
@@ -146,7 +147,7 @@ class Leader:
                 self.give_up(problem)
 
     def _receive(self, rank: int) -> str | None:
-        """Receive a frame of a rank; return why the rank ends, if it does."""
+        """Receive a frame from a rank. Return why the rank has failed; None: it has not failed."""
         try:
             frame = self._links[rank].receive()
         except OSError:

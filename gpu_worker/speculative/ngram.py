@@ -28,9 +28,9 @@ class _Index:
 
 
 class NgramDrafter:
-    """Guesses the tokens that followed an earlier occurrence of a row's last n-gram.
+    """Guesses the tokens that followed an earlier occurrence of a row's last n tokens.
 
-    Uses the longest n-gram that occurred earlier.
+    n is the greatest permitted number for which there is an earlier occurrence.
     """
 
     def __init__(self, num_draft_tokens: int, min_size: int, max_size: int) -> None:

@@ -112,7 +112,10 @@ class PackedMaps:
         device: torch.device,
         fill: Callable[[Piece, torch.Tensor], None],
     ) -> None:
-        """Take the arguments of `Weights`. On the meta device, `fill` only records its calls."""
+        """Take the arguments of `Weights`.
+
+        On the meta device `fill` reads nothing; it only records which pieces it was asked for.
+        """
         self._stored = stored
         self._names = names
         self._dtype = dtype

@@ -55,10 +55,11 @@ def attention_fields(
 ) -> tuple[Field, ...]:
     """Return the fields of C's `attention`; C's `merge_splits` takes the same fields.
 
-    The arguments are named as in `kernels.ops.paged_attention_prefill`. But a tensor that changes
-    from step to step is given by its address, or by a name for this address. A `query_start_loc` of
-    0 means one token for each sequence. `partials` is the address of memory for partial results;
-    the function `num_partials` returns its size.
+    The arguments are named as in `kernels.ops.paged_attention_prefill`. But for a tensor that
+    changes from step to step, the argument is the tensor's address. In a program, the argument is a
+    name, and each run of the program gets the address for this name. A `query_start_loc` of 0 means
+    one token for each sequence. `partials` is the address of memory for partial results; the
+    function `num_partials` returns its size.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"
@@ -78,11 +79,11 @@ def attention_fields(
 
 
 def num_partials(num_heads: int, value_dim: int, num_seqs: int, max_len: int) -> int:
-    """Return how many float32 numbers of memory attention needs for partial results.
+    """Return the size of the memory for attention's partial results, in float32 numbers.
 
     If a sequence has a single query token, its positions are computed in splits, by several
-    threads. `max_len` is the limit on the length of the sequences; if it is at most one split, no
-    memory is needed.
+    threads. `max_len` is the limit on the length of the sequences. If sequences of this length fit
+    in one split, no memory is needed.
     """
     num_splits = -(-max_len // _SPLIT)
     if num_splits == 1:

@@ -26,8 +26,8 @@ _ANSWER_S: Final = 2.0
 """How long a scheduler may take to answer. A scheduler that hangs accepts connections, but never
 answers."""
 _CONNECTED_BUT: Final = "--tls-"
-"""A part of each hint that `rpc.security.tls.explain` adds to an error. An error with a hint means
-that a server was reached."""
+"""Every hint that `rpc.security.tls.explain` adds to an error contains this text. An error with a
+hint means that a server was reached."""
 _NO_CONNECTION: Final = ("failed to connect", "dns resolution failed")
 """Beginnings of gRPC's messages when no connection is possible."""
 

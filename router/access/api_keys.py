@@ -101,7 +101,7 @@ class ApiKeys:
         }
 
     def enter(self, authorization: str | None) -> None:
-        """Make the owner of the key in `authorization` the `current_caller` of this task.
+        """Set the `current_caller` of this task to the owner of the key in `authorization`.
 
         Args:
             authorization: "Bearer KEY", from the HTTP header or gRPC metadata; None: not set.

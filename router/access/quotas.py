@@ -209,7 +209,10 @@ class QuotaShare:
         self._num_in_flight = num_tokens
 
     def end(self, num_tokens: int) -> None:
-        """End the share; refund the reserved tokens beyond the `num_tokens` used. Called once."""
+        """End the share. Of the reserved tokens, `num_tokens` were used; refund the rest.
+
+        Each share is ended once, by this method or by `leave`.
+        """
         self._meter.end(self._num_in_flight, max(0, self._num_charged - num_tokens))
 
     def leave(self, request_id: str, now: float, until: float) -> None:

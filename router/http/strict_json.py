@@ -110,7 +110,7 @@ class Schema(BaseModel):
     model_config = ConfigDict(extra="forbid", strict=True, frozen=True, allow_inf_nan=False)
 
     unimplemented: ClassVar[Mapping[str, tuple[object, ...]]] = MappingProxyType({})
-    """Maps each unimplemented field to its accepted values, which have no effect."""
+    """Maps each unimplemented field to the values that are ignored; other values are refused."""
     names: ClassVar[frozenset[str]] = frozenset()
     """The JSON names of the fields."""
 

@@ -1,9 +1,10 @@
 """Parses tool calls in the syntax of a model family, while the output arrives.
 
-A call begins once its name is known and its arguments have begun. From then on, the arguments are
-passed on as they arrive. If the text breaks the syntax before the call begins, everything from the
-call's marker on is plain text. If the text breaks the syntax later, the call ends there, and the
-rest is plain text.
+A *marker* is a text, such as <tool_call>, that a model writes before or after a call. The call
+begins once its name is known and its arguments have begun. From then on, the arguments are passed
+on as they arrive. If the text breaks the syntax before the call begins, the marker and all that
+follows it are plain text. If the text breaks the syntax later, the call ends there, and the rest is
+plain text.
 """
 
 import json
@@ -42,7 +43,7 @@ def new_mistral_id() -> str:
 
 
 class Calls:
-    """Collects the calls of one output while the output is parsed."""
+    """Collects the tool calls of one output while the output is parsed."""
 
     def __init__(self, source: Source, pieces: Pieces, tools: Tools | None) -> None:
         """`tools` is None if calls are plain text."""
@@ -55,7 +56,7 @@ class Calls:
         self.new_id = new_call_id
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Begin a call; drop the text read since the mark."""
+        """Begin a call; drop the text that `source` has kept: it is a part of the call."""
         if not name or (self.only_offered and name not in self.tools):
             raise MalformedError
         self.pieces.call(name, call_id or self.new_id())
@@ -119,7 +120,7 @@ class ObjectBody:
         source.mark()
 
     def _arguments(self, calls: Calls, name: str, call_id: str) -> Reading[str]:
-        """Read the arguments; return their JSON, or "" if `calls` already has it."""
+        """Read the arguments. Return their JSON, or "" if it was already passed to `calls`."""
         source = calls.source
         if (yield from source.has("null")):
             return "{}"
@@ -173,7 +174,10 @@ class NamedBody:
 
 @dataclass(frozen=True, slots=True)
 class MistralBody:
-    """A list of objects, or a name and an object; older Mistral models write the list."""
+    """Calls as a list of objects, or one call as a name and an object.
+
+    Older Mistral models write the list.
+    """
 
     listed: ObjectBody
     named: NamedBody

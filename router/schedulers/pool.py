@@ -39,9 +39,8 @@ _RETURN_S = 2.0
 """How long the router waits for a lost scheduler to return, before it submits the scheduler's
 requests to other schedulers, which have to compute the requests' KV again."""
 _AWAY_S = 10.0
-"""While a scheduler has been away for less than this time, the router refuses changes that must
-reach all schedulers, such as a new adapter. Otherwise the scheduler could return without the
-change."""
+"""If a scheduler was lost less than this time ago, the router refuses changes that must reach all
+schedulers, such as a new adapter, because the scheduler may return and would lack the change."""
 
 T = TypeVar("T")
 
@@ -89,9 +88,9 @@ class Schedulers:
     def model(self) -> ModelInfo | None:
         """The model that the schedulers serve, or served last.
 
-        If the schedulers' length limits differ, the model has the smallest. None before a scheduler
-        has connected, and after the router has refused the only scheduler, whose model does not fit
-        the tokenizer.
+        If the length limits of the schedulers differ, this model has the smallest limit. None
+        before a scheduler has connected, and after the router has refused the only scheduler, whose
+        model does not fit the tokenizer.
         """
         return self._model
 

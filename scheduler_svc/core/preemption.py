@@ -2,19 +2,20 @@
 
 When and which: `make_room` runs at the start of each step. While more sequences run than the
 worker's memory allows (`limits/memory_pressure.py`), or the running sequences need more blocks than
-are available, it preempts the sequence that is last in the policy's order. If only one sequence
-runs, or if evicted blocks go to the host, `make_room` first drops pins to gain blocks. Two kinds of
-sequences are preempted at other times: those that depend on a failed swap-in, and the running
-sequences of a request that moves to another core.
+are available, it preempts the sequence that is last in the policy's order. In two cases `make_room`
+drops pins before it preempts a sequence to gain blocks: if only one sequence runs, and if there is
+a host tier, which can take the content of the pinned blocks. Two kinds of sequences are preempted
+at other times: those that depend on a failed swap-in, and the running sequences of a request that
+moves to another core.
 
 How: a *swap* copies the sequence's computed blocks to host blocks, which the sequence holds until
 it runs again; a *recompute* drops the blocks, and their tokens are computed again.
 `preemption_mode` names one of the two, or lets the estimated time decide (`tiers/costs.py`); a swap
-also needs room on the host (`tiers/host_room.py`). Beam searches, and requests that pool, are
-always recomputed. If the sequence's blocks are still being swapped in, the sequence keeps its host
-blocks and nothing is copied. With recurrent layers, a swap copies only up to the last full block
-with a recurrent state (a *checkpoint*); the tokens after the checkpoint are computed again. The
-tokens that steps in flight sample for the sequence are dropped, and drawn again later with the same
+also needs room on the host (`tiers/host_room.py`). Beam searches and pooling requests are always
+recomputed. If the sequence's blocks are still being swapped in, the sequence keeps its host blocks
+and nothing is copied. With recurrent layers, a swap copies only up to the last full block with a
+recurrent state (a *checkpoint*); the tokens after the checkpoint are computed again. The tokens
+that steps in flight sample for the sequence are dropped, and drawn again later with the same
 result.
 """
 
@@ -83,7 +84,8 @@ class Preemption:
         shrinks, fewer blocks are available: see `BlockPool.num_available`.
 
         Returns:
-            Whether enough blocks are available; if not, results of steps in flight must free more.
+            Whether enough blocks are available. If not, more blocks become free when the results of
+            steps in flight arrive.
         """
         while self.has_too_many:
             self.num_for_memory += 1

@@ -1,8 +1,9 @@
 """The sequences that wait for admission, in the policy's order and by deadline.
 
-Short sequences wait in one lane, long ones in another. A lane has one *line* for each level and
-account. Within a line the order is fixed. So the first sequence of a lane is the first in one of
-the lines of the lane's lowest level, and finding this sequence costs O(accounts).
+Short sequences wait in one lane, long ones in another. The policy gives each sequence a level and
+an account (`policies/policy.py`). A lane has one *line* for each level and account. Within a line
+the order is fixed. So the first sequence of a lane is the first in one of the lines of the lane's
+lowest level, and finding this sequence costs O(accounts).
 """
 
 from bisect import bisect_left, insort
@@ -22,8 +23,8 @@ class WaitingQueue:
 
         Args:
             policy: Gives the order of the sequences.
-            long_prefill_threshold: A sequence with more tokens to compute is long; 0: no sequence
-                is long.
+            long_prefill_threshold: A sequence is long if it has more tokens to compute than this;
+                0: no sequence is long.
         """
         self._policy = policy
         self._threshold = long_prefill_threshold
@@ -69,7 +70,10 @@ class WaitingQueue:
             self._deadlines.push((seq.request.deadline,), seq, seq.seq_id)
 
     def discount_cached(self, seq: Sequence, num_cached_tokens: int) -> None:
-        """Stop counting `num_cached_tokens` tokens of `seq`: the prefix cache has their KV now."""
+        """Subtract `num_cached_tokens` from the number of tokens that `seq` must compute.
+
+        The prefix cache has the KV of these tokens.
+        """
         self._seq_id_to_tokens[seq.seq_id] -= num_cached_tokens
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 

@@ -67,8 +67,9 @@ class AdapterUse:
     def is_used(self, adapter: LoraAdapter) -> bool:
         """Return whether a request uses an adapter, or may use it.
 
-        An expected request may use any adapter. A worker may also hold requests of an earlier
-        scheduler that no router has resubmitted yet; such requests may use any adapter, too.
+        Every adapter counts as used while requests are expected (`expect`), because these requests
+        may use any adapter. The same holds while a worker has requests of an earlier scheduler that
+        no router has resubmitted yet.
         """
         now, since = asyncio.get_running_loop().time(), self._expected_since
         if since is not None and now < since + REUNION_S:
@@ -272,7 +273,7 @@ class Adapters:
     async def _share(self, target: str, worker: AdapterHolder, adapter: LoraAdapter) -> None:
         """Load an adapter of `worker` at the other workers.
 
-        If one of them cannot load it, unload it at `worker`.
+        If another worker cannot load the adapter, unload the adapter at `worker`.
         """
         held = self._held
         try:
@@ -305,7 +306,7 @@ class Adapters:
             )
 
     async def _load_at_all(self, name: str, directory: str) -> LoadedAdapter | None:
-        """Load an adapter at every worker in `_staying`; None: `_staying` is empty.
+        """Load an adapter at every worker in `_staying`; return None if `_staying` is empty.
 
         If a worker cannot load the adapter, each worker that did not have it before unloads it.
         """
@@ -339,7 +340,7 @@ class Adapters:
             raise FailedPreconditionError(f"LoRA adapter {name!r} is being unloaded")
 
     def _check_same(self, held: Mapping[str, LoraAdapter]) -> None:
-        """Raise UnavailableError if the service has forgotten the adapters in `held`.
+        """Raise UnavailableError if `forget` was called after `held` was read from `_held`.
 
         Called after each await.
         """
@@ -374,8 +375,8 @@ class Adapters:
 async def _unload_at(holdings: Iterable[tuple[AdapterHolder, LoraAdapter]]) -> None:
     """Unload adapters, and ignore failures.
 
-    If a worker cannot be reached, `Adapters.settle` decides about its adapters when it is attached
-    again.
+    If a worker cannot be reached, `Adapters.settle` decides about the worker's adapters when the
+    worker is attached again.
     """
     await asyncio.gather(
         *(worker.unload_adapter(adapter) for worker, adapter in holdings), return_exceptions=True

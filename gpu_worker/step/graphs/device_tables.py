@@ -12,7 +12,7 @@ from gpu_worker.step.rows import Rows
 
 
 class DeviceTables:
-    """Copies of the block tables of the rows that steps have computed."""
+    """The device's copies of block tables, for the rows that steps have computed."""
 
     def __init__(self, limits: Limits, device: torch.device) -> None:
         num_rows, num_groups = limits.max_num_seqs, len(limits.kv_windows)
@@ -55,5 +55,8 @@ class DeviceTables:
         self._num_blocks[which] = rows.num_blocks[which]
 
     def gather(self, rows: torch.Tensor, out: torch.Tensor) -> None:
-        """Copy the first columns of the tables of `rows`, int64[N], to int32[G, N, columns]."""
+        """Copy the first columns of the tables of `rows` to `out`.
+
+        `rows` is int64[N]; `out` is int32[G, N, columns].
+        """
         torch.index_select(self._tables[..., : out.shape[2]], 1, rows, out=out)

@@ -14,7 +14,7 @@ from gpu_worker.weights.tensor_file import TensorSpec
 
 
 def fp8_tensors(stored: Fp8Format, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """Return shape and dtype of a map's tensors, by the ends of their names."""
+    """Return the shape and dtype of each tensor of a map; a key is the end of a tensor's name."""
     if stored.scale_shape is ScaleShape.TENSOR:
         shape: tuple[int, ...] = (1,)
     elif stored.scale_shape is ScaleShape.CHANNEL:
@@ -50,7 +50,9 @@ class Fp8Weight:
 def unpack_fp8(
     stored: Fp8Format, tensors: Mapping[str, torch.Tensor], rows: slice, columns: slice
 ) -> Fp8Weight:
-    """Return the part `[rows, columns]` of a map's weight; `fp8_tensors` names the `tensors`.
+    """Return the part `[rows, columns]` of a map's weight.
+
+    `tensors` has the tensors that `fp8_tensors` lists, under the same keys.
 
     If the part would cut a block, blocks are split into smaller ones with the same scale.
     """

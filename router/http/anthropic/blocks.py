@@ -24,7 +24,7 @@ def _as_blocks(value: object) -> object:
 
 
 class CacheControl(Schema):
-    """A block's cache mark: later prompts will probably equal this prompt up to the block's end."""
+    """A mark on a block: the client expects later prompts to be the same up to the block's end."""
 
     type: Literal["ephemeral"]
     ttl: Literal["5m", "1h"] = "5m"

@@ -20,16 +20,13 @@ MAX_FILE_BYTES: Final = 64 * 2**20
 _MAX_BODY_BYTES: Final = MAX_FILE_BYTES + 2**16
 """Limit on a whole body: the file, other parts, boundaries and headers."""
 _MAX_LINES: Final = 64
-"""Limit on the lines of a body that are boundaries or headers, not contents of a part."""
+"""Limit on the lines of boundaries and headers in a body; the contents of parts do not count."""
 _MAX_FIELD_BYTES: Final = 64
 _READ_BYTES: Final = 2**16
 _PIECE_BYTES: Final = 2**20
 _UPLOAD_S: Final = 600.0
 _PIECE_S: Final = 60.0
-"""How long a client may take to read a piece.
-
-The client may leave the last bytes of a piece unread, because the router buffers them.
-"""
+"""How long a client may take to read a piece, without the last bytes, which the router buffers."""
 _ENCODINGS: Final = ("Content-Encoding", "Content-Transfer-Encoding")
 _UNENCODED: Final = ("identity", "binary", "8bit", "7bit")
 

@@ -1,10 +1,10 @@
 """Runs beam searches: manages the rows and blocks of their beams, step by step.
 
-A search has one sequence per beam; a sequence that no beam uses now is a *spare*. The first
-sequence, the leader, represents the search in the queue. When the leader has computed the prompt,
-the other beams fork from it. When a beam has computed its newest token, the worker reports the
-beam's *candidates*, its likeliest next tokens. When the candidates of all beams have arrived, the
-search chooses the next beams. In the next step:
+A search has as many sequences as it may have beams. A sequence that is not a beam now is a *spare*.
+The first sequence, the leader, represents the search in the queue. When the leader has computed the
+prompt, the other beams fork from it. When a beam has computed its newest token, the worker reports
+the beam's *candidates*, its likeliest next tokens. When the candidates of all beams have arrived,
+the search chooses the next beams. In the next step:
 
     the first child of a beam    continues in the row and blocks of its parent
     a further child              forks into a spare: it shares the parent's full blocks, and
@@ -89,7 +89,7 @@ class BeamGroups:
         return sum(map(self._num_blocks_due, self))
 
     def demand(self, group: BeamGroup) -> tuple[int, int]:
-        """Return how many rows a queued search needs to run, and how many blocks of all KV groups.
+        """Return how many rows and how many blocks, of all KV groups, a queued search needs.
 
         The rows include the leader's. The blocks come on top of those with which the leader starts.
         """
@@ -104,7 +104,7 @@ class BeamGroups:
         return group.num_blocks_due(self._block_size) * self._kv_groups.num
 
     def _most_blocks_of_others(self, group: BeamGroup) -> int:
-        """Return how many blocks all beams but the best need if they share none with the best.
+        """Return how many blocks the other beams need if they share none with the best beam.
 
         The other beams may need blocks that the best beam has already given back, because these
         blocks are behind its window.

@@ -14,7 +14,7 @@ class Progress(Enum):
     """The progress of a request since its sequences last got rows."""
 
     WAITED = "waited"
-    """None of the request's sequences runs, or no plan has named a running one yet."""
+    """No plan has named a running sequence of the request yet; perhaps none is running."""
     NONE = "none"
     """Plans have named running sequences of the request, but none of them has gained a token."""
     SOME = "some"
