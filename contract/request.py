@@ -88,8 +88,8 @@ class GenerateRequest:
     bad_words: tuple[str, ...] = ()
     """Texts that outputs must not contain."""
     before_form: str = ""
-    """Grammar rules, in Lark's syntax, for what comes before the structured part of an output, such
-    as thinking. One rule is named `before`. Empty: there is no such part."""
+    """Grammar rules, in Lark's syntax, for the part of an output that comes before the structured
+    part, such as thinking. The main rule has the name `before`. Empty: there is no such part."""
     thinking: "ThinkingMarkers | None" = None
     """The markers by which the tokens of thinking are counted; None: the model does not think."""
     resumable: bool = False

@@ -113,7 +113,8 @@ class Site(web.BaseSite):
 class _Connection(web.RequestHandler):
     """A client's connection.
 
-    It does not decompress bodies: the code that reads a body does so, and limits the size.
+    The connection does not decompress bodies. The code that reads a body decompresses it, and
+    limits its size.
     """
 
     __slots__ = ()

@@ -1,8 +1,8 @@
 """The far tier: keeps KV blocks in a store that workers and cells share and that fsspec can access.
 
-Each block is an object, named by its label, in a directory that identifies the model and layout of
-the KV. An object's header repeats the label and has a checksum. A load that finds an object torn,
-changed or misplaced deletes the object.
+Each block is an object, named by its label, in a directory that identifies the model and the KV's
+layout. An object's header repeats the label and has a checksum. If a load finds that the label or
+the checksum is wrong, or that bytes are missing, it deletes the object.
 
 Daemon threads call the store, because it may hang. Loads and stores have separate threads, so that
 loads never wait behind stores. A load waits at most `_LOAD_S` for a thread, then at most `_LOAD_S`
@@ -226,7 +226,10 @@ def _run(work: _Work) -> None:
 
 
 def _write_file(path: Path, data: bytes) -> None:
-    """Write a file that only its owner can read, under another name until it is complete."""
+    """Write a file that only its owner can read.
+
+    Until the file is complete, it has another name.
+    """
     path.parent.mkdir(parents=True, exist_ok=True)
     draft = path.with_suffix(f".{os.getpid()}-{threading.get_ident()}")
     fd = os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600)

@@ -1,6 +1,6 @@
 """Kept files: files of the disk tier that outlive the process, with labels of the records.
 
-A file begins with a page that holds the *identity*, a hash of the model and layout of the KV. Then
+A file begins with a page that holds the *identity*, a hash of the model and the KV's layout. Then
 come the headers of all blocks: each holds the label of a block's content, the length and checksum
 of its record, and the header's own checksum. The records follow.
 
@@ -31,8 +31,9 @@ HEADER_BYTES: Final = 64
 
 _MAGIC: Final = b"QuireKV1"
 _FIRST: Final = struct.Struct("<8s32sQI")
-"""Magic, identity, generation, and a checksum of these three. A new generation erases all headers,
-because a header of another generation counts as erased."""
+"""Magic, identity, generation, and a checksum of these three. The generation is a number that each
+header repeats; a header with a different number counts as erased. So to erase all headers, the
+worker only increments the number on this page."""
 _HEADER: Final = struct.Struct("<32sQQQII")
 """Label, generation, age (larger if written later), length of the record in bytes, the record's
 checksum, and a checksum of these five."""
@@ -108,7 +109,10 @@ class Headers:
     """The first page of a kept file, and the headers of all blocks, which follow this page."""
 
     def __init__(self, fd: int, identity: bytes, num_blocks: int) -> None:
-        """Read the first page, and empty the file if it has another identity; may raise OSError."""
+        """Read the first page; unless it is intact and has this identity, empty the file.
+
+        May raise OSError.
+        """
         self._fd = fd
         self._identity = identity
         self._num_blocks = num_blocks

@@ -47,7 +47,8 @@ class Follower:
         except OSError as error:
             _end(f"rank 0 has not accepted rank {member.place.rank}: {error}")
         self.welcome: dict[str, int] = json.loads(welcome.content)
-        """The port of the store by which ranks find each other."""
+        """What rank 0 sends first: `store_port`, the port of the store by which ranks find each
+        other."""
         threading.Thread(target=self._read, name="rank 0", daemon=True).start()
 
     def follow(self, executor: "Executor", limits: "Limits", loader: "FollowersLoader") -> NoReturn:

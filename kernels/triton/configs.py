@@ -125,7 +125,7 @@ def num_processors(device: torch.device) -> int:
 
 
 def read_rules(kind: type[Config], text: str) -> list[tuple[dict[str, object], Config]]:
-    """Return a file's rules for `kind`, each as the fields that it matches and its configuration.
+    """Return a file's rules for `kind`: for each rule, the fields to match and the configuration.
 
     Raises:
         ValueError: a rule matches a field that `LaunchShape` does not have, or a configuration does

@@ -176,8 +176,8 @@ class StatusSettings(RouterTargetSettings):
     """
 
     target: str = ""
-    """gRPC address of a router, host:port or unix:/path: show only the load of its service; empty:
-    show the services on this machine."""
+    """Show only the load of the service whose router has this gRPC address (host:port or
+    unix:/path); empty: show the services on this machine."""
     http_port: ServicePort | None = None
     """Choose the service on this machine by its router's HTTP port; default: all services."""
 

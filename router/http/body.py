@@ -41,8 +41,9 @@ def _thread() -> TextThreads:
 def check_kind(request: web.Request) -> None:
     """Raise UnsupportedMediaTypeError if the call has a body whose Content-Type is not JSON.
 
-    Routes call this even if they ignore the body. For a page of another site, a browser asks the
-    router for permission (CORS) before it sends JSON, but not before it sends other types.
+    This protects the router from web pages of other sites. Before a browser sends JSON for such a
+    page, it asks the router for permission (CORS), and the router does not give it. A browser sends
+    some other types without asking. So routes call this function even if they ignore the body.
     """
     if request.can_read_body:
         _check_content_type(request)

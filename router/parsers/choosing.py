@@ -20,12 +20,12 @@ BY_TEMPLATE = ""
 NONE = "none"
 
 ReaderClass: TypeAlias = Callable[[Tools], Reader]
-"""A user's class that reads calls. The router makes an object of this class for each output, from
-the schemas of the offered functions."""
+"""A user's class that reads calls. The router makes an object of this class for each output. The
+constructor gets the schemas of the offered functions."""
 ThinkingReaderClass: TypeAlias = Callable[[str], Reader]
-"""A user's class that reads thinking. The router makes an object of this class for each output,
-from the end of the prompt, where thinking may begin. The text pieces that the object returns are
-then searched for calls."""
+"""A user's class that reads thinking. The router makes an object of this class for each output. The
+constructor gets the end of the prompt, because thinking may begin there. The text pieces that the
+object returns are then searched for calls."""
 
 T = TypeVar("T")
 
@@ -47,12 +47,18 @@ class OutputParsers:
 
     @property
     def family(self) -> ToolFamily | None:
-        """The model's family in `TOOL_FAMILIES`; None: no family, or a user's class."""
+        """The model's family in `TOOL_FAMILIES`.
+
+        None: no parser reads calls, or a user's class does.
+        """
         return self.tools if isinstance(self.tools, ToolFamily) else None
 
     @property
     def thinking_family(self) -> Thinking | None:
-        """The model's family in `THINKING_FAMILIES`; None: no family, or a user's class."""
+        """The model's family in `THINKING_FAMILIES`.
+
+        None: no parser reads thinking, or a user's class does.
+        """
         return self.thinking if isinstance(self.thinking, Thinking) else None
 
     @property
@@ -95,7 +101,10 @@ class OutputParsers:
         return THOUGHT_MESSAGES if self.reads_messages else None
 
     def hides_markers(self) -> bool:
-        """Whether a marker is a special token; if so, the parsers need text with special tokens."""
+        """Whether a marker of thinking or of calls is a special token.
+
+        If so, the parsers need text with special tokens.
+        """
         markers: Sequence[str] = ()
         if (thinking := self.thinking_family) is not None:
             markers = (thinking.begin, thinking.end)

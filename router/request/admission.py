@@ -45,8 +45,8 @@ class AdmittedRequest:
     admitted_at: float
     """The time of admission, on the event loop's clock."""
     live: LiveRequest | None = None
-    """None until the prompt is tokenized; for a resumed request, until a scheduler sends the
-    request."""
+    """None until the prompt is tokenized. When a client resumes a request: None until a scheduler
+    has sent the request's state to this router."""
     ended_by: QuireError | None = None
     """The error that ended the request before `live` was set."""
 

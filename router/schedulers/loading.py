@@ -1,7 +1,8 @@
 """Calls that load and unload the models of schedulers, and ask for the schedulers' load.
 
-The calls use separate channels, because the link (`link.py`) to a scheduler closes when the
-scheduler's model changes, and connects only after the scheduler's workers have had a model.
+The calls do not use the link (`link.py`) to a scheduler, but open channels of their own. The link
+closes when the scheduler's model changes, and cannot connect before the scheduler's workers have
+had a model. The calls must also work at these times.
 """
 
 import asyncio

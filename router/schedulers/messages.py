@@ -97,8 +97,8 @@ class StepEvents:
     admissions: tuple[Admitted, ...]
     pins: tuple[Pin, ...]
     vectors: Mapping[int, bytes]
-    """Maps the keys of sequences to their embeddings or scores (float32, little-endian). Other
-    events of these sequences have no meaning."""
+    """Maps the keys of sequences to their embeddings or scores (float32, little-endian). A message
+    also has a token and an end for each of these sequences, which the router ignores."""
     endings: tuple[Ending, ...]
     room: QueueRoom | None = None
     max_model_len: int | None = None

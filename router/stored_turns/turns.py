@@ -49,11 +49,12 @@ _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
 """Interval at which a turn of another router is polled."""
 _MAX_RUNNING: Final = 256
-"""A router that runs this many turns of a cell, not counting turns of groups, takes over no more
-ownerless turns of this cell."""
+"""While a router runs this many turns of a cell that are in no group, it takes over no more such
+turns of this cell."""
 _MAX_GROUPED: Final = 32
-"""A router that runs this many of a cell's turns of groups, such as lines of batches, takes over no
-more of the cell's turns of groups. The limit is low, to favour clients that wait for an answer."""
+"""While a router runs this many turns of a cell that are in a group, such as lines of batches, it
+takes over no more such turns of this cell. The limit is low, to favour clients that wait for an
+answer."""
 _MAX_FAILURES: Final = 3
 """After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1
@@ -66,10 +67,10 @@ class TurnKind(Protocol):
     """An API's methods for its turns."""
 
     async def answer(self, turn: Turn) -> TurnAnswer | None:
-        """Compute the answer of a turn that has no tokens, such as a batch's line for embeddings.
+        """Compute the answer of a turn that generates no tokens, such as one for embeddings.
 
-        Returns None for a turn that has tokens; the caller then submits the result of `request`.
-        May raise QuireError.
+        Returns None for a turn that generates tokens. The caller then calls `request`, and submits
+        the request that it returns. May raise QuireError.
         """
 
     async def request(self, turn: Turn) -> GenerateRequest:
@@ -85,7 +86,10 @@ class TurnKind(Protocol):
 
 
 class Turns:
-    """The turns of one router. Each turn has a task that computes it; `run` stores all turns."""
+    """The turns of one router. Each turn has a task that computes it.
+
+    The method `run` writes the turns to the store.
+    """
 
     def __init__(
         self,
@@ -117,7 +121,7 @@ class Turns:
         self._is_failing = False
         self._pacing = asyncio.Lock()
         self._has_ended_grouped = False
-        """Whether a turn of a group has ended since `run` last took over turns."""
+        """Whether a turn that is in a group has ended since `run` last took over turns."""
 
     def serve(self, name: str, kind: TurnKind) -> None:
         """Register a kind of turn."""
@@ -317,10 +321,10 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _pace(self, turn: Turn) -> None:
-        """Wait, so that of all turns with a group only one proceeds per round of the event loop.
+        """Let a turn that is in a group wait for other such turns.
 
-        Many lines of a batch end in the same step. If they all proceeded at once, they would delay
-        the tokens of waiting clients.
+        In each round of the event loop, only one of them goes on. Many lines of a batch end in the
+        same step. If they all went on at once, they would delay the tokens of waiting clients.
         """
         if turn.group:
             async with self._pacing:
@@ -464,7 +468,11 @@ class Turns:
         losing.add_done_callback(self._losing.discard)
 
     async def _unpin_if_deleted(self, running: RunningTurn) -> None:
-        """If another router has deleted a turn, drop pins that the turn set after the deletion."""
+        """If the turn was deleted, unpin its prompt.
+
+        The router that deleted the turn has unpinned the prompt, too, but the turn's request may
+        have pinned it again before this router learned of the deletion.
+        """
         if running.task is not None:
             await asyncio.wait([running.task])
         with contextlib.suppress(StoreError):

@@ -42,8 +42,9 @@ _JSON: Final = json.JSONDecoder()
 def to_grammar(structured: StructuredOutput, before: str = "") -> StructuredOutput:
     """Convert a schema, regex or other form of structured output to a grammar.
 
-    The conversion may take up to a second in extreme cases. `before` has grammar rules for the part
-    of an output before the structured part, such as thinking; one rule is named `before`.
+    The conversion may take up to a second in extreme cases. If the output begins with another part,
+    such as thinking, `before` has the grammar rules for this part. Its main rule has the name
+    `before`.
 
     Raises:
         InvalidArgumentError: `structured` is too large, malformed, or uses an unsupported feature.
@@ -204,7 +205,10 @@ def _check_multiples(schemas: Iterable[object], field: str) -> None:
 
 
 def _multiples(schemas: Iterable[object]) -> Iterator[int]:
-    """Yield each `multipleOf` without decimal point or trailing zeros: 25 for 0.25, 36 for 3600."""
+    """Yield each `multipleOf` as an integer, for the estimate that `_MAX_REMAINDERS` describes.
+
+    The decimal point and trailing zeros are left out: 25 for 0.25, 36 for 3600.
+    """
     pending = [*schemas]
     while pending:
         value = pending.pop()
@@ -223,7 +227,8 @@ def _multiples(schemas: Iterable[object]) -> Iterator[int]:
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the same value as the schema that contains them."""
 _NOT_INSIDE: Final = frozenset({*_SAME_VALUE, "$defs", "definitions"})
-"""Keywords whose subschemas do not describe an item or another part of the value."""
+"""Keywords whose subschemas describe the whole value, or nothing until a `$ref` points to them. The
+subschemas of other keywords describe parts of the value, such as items."""
 _MAX_EXCERPT_CHARS: Final = 80
 _MAX_JOINED_PATTERNS: Final = 8
 """Limit on the patterns that one string must match. llguidance's time doubles with each pattern: 12
@@ -233,10 +238,10 @@ patterns `a.{N}b` take 12 ms, 16 take 0.2 to 0.6 s, and 18 take 2 to 4 s."""
 def check_refs(root: object, field: str) -> None:
     """Check the `$ref` and the patterns of a schema; may raise InvalidArgumentError.
 
-    A `$ref` must not lead back to itself without descending to a property or an item. A string must
-    not have to match more than `_MAX_JOINED_PATTERNS` patterns. Every `$ref` must be a JSON pointer
-    into the whole schema, `root`, so that this function can follow it. llguidance reports a `$ref`
-    that resolves to nothing.
+    A `$ref` must not lead back to itself without descending to a property or an item. At most
+    `_MAX_JOINED_PATTERNS` patterns and formats may apply to the same string. Every `$ref` must be a
+    JSON pointer into the whole schema, `root`, so that this function can follow it. llguidance
+    reports a `$ref` that resolves to nothing.
     """
     id_to_ids: dict[int, list[int]] = {}
     id_to_ref: dict[int, str] = {}
@@ -290,9 +295,9 @@ def check_refs(root: object, field: str) -> None:
 def _num_joined(schema: object, root: object, id_to_num: dict[int, int]) -> int:
     """Return an upper bound on the number of patterns and formats that apply to one string.
 
-    Of several alternatives only the one with the most patterns counts, and of an object or list
-    only the part with the most. `id_to_num` has the results so far. A `$ref` to a schema that
-    contains `schema` adds nothing.
+    If a schema has alternatives, the one with the most patterns counts. If it describes an object
+    or a list, the part with the most patterns counts. `id_to_num` has the results so far. A `$ref`
+    that leads back to a schema whose patterns are being counted counts as 0.
     """
     if isinstance(schema, list):
         return max((_num_joined(part, root, id_to_num) for part in schema), default=0)

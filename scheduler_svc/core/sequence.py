@@ -120,8 +120,9 @@ class Sequence:
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
     """The block table, with an entry per KV group for every `block_size` tokens; see `KvGroups`.
-    While the sequence runs, entries are added at the end and none is removed. The defragmenter may
-    replace the block of an entry, and a group with a window takes and gives back blocks."""
+    While the sequence runs, entries are added at the end and none is removed, but the block of an
+    entry may change. The defragmenter moves blocks. In a KV group with a window, an entry has a
+    block only while the window needs it."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the tokens of full blocks, from the first block on, computed when needed; empty
     without a prefix cache."""
@@ -134,16 +135,16 @@ class Sequence:
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     num_charged_tokens: int = 0
-    """The number of prompt tokens, from the first on, for which the account is not charged any
-    more. If the sequence computes these tokens again after a preemption, this costs the account
-    nothing."""
+    """How many of the prompt's tokens, from the first on, will not be charged to the request's
+    account (`Policy.charge`), because they have been charged or were found in the prefix cache. A
+    sequence that computes them again after a preemption is not charged again."""
     announced: bool = False
-    """Whether a plan has sent the sequence to the worker as a `NewSequence`. A plan does so after
-    each start, and in each step of a beam."""
+    """Whether a plan has announced the sequence to the worker, with a `NewSequence`. A sequence is
+    announced after each start, and a beam in each of its steps."""
     copy_from: tuple[DeviceBlockId, ...] = ()
-    """For each KV group, the block that the worker will copy to the sequence's last block of this
-    group; empty once the sequence is announced. The sequence holds a reference to each of these
-    blocks."""
+    """For each KV group, a block that the sequence shares and so must not write to. The worker
+    copies it to the sequence's last block of the same group. Empty if no block must be copied, and
+    once the sequence is announced. The sequence holds a reference to each of the shared blocks."""
     host_block_ids: tuple[HostBlockId, ...] = ()
     """Host blocks with the sequence's KV, in the order of `KvGroups.kept`. In FETCHING, some are
     still being loaded. The sequence holds these blocks from its swap-out until a result confirms
@@ -152,9 +153,10 @@ class Sequence:
     """In SWAPPED: disk blocks with the KV that follows `host_block_ids`. In FETCHING: the disk
     copies of blocks that are being loaded."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
-    """In FETCHING and WAITING: host blocks, in no particular order, that the sequence holds so that
-    its prefix lookup finds them. Some of the blocks were loaded from the disk for this lookup.
-    Another sequence that needs the room may take the blocks."""
+    """In FETCHING and WAITING: host blocks with KV of the sequence's prefix, in no particular
+    order. Some of them are loaded from the disk. The sequence holds the blocks until it starts, so
+    that they stay in the prefix cache. In WAITING, the blocks may be dropped if another sequence
+    needs the room."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
     """Blocks of the table whose swap-in is not confirmed yet. While there are any, the sequence
     publishes no blocks."""

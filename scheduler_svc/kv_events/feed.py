@@ -1,8 +1,9 @@
 """The streams of KV events: a snapshot of each worker's prefix cache, then the cache's changes.
 
 A snapshot is made in slices. Between two slices the event loop runs, so workers' steps continue and
-the cache may change. So changes are sent between slices, and a slice includes all changes that were
-sent before it. When a reader has read the whole snapshot, it knows the exact state of the cache.
+the cache may change. So the changes are sent between slices, and each slice shows its blocks as
+they are after all changes that were sent before this slice. When a reader has read the whole
+snapshot, it knows the exact state of the cache.
 """
 
 import asyncio
@@ -89,7 +90,10 @@ class WorkerFeed:
         self._readers = readers
 
     def attach(self, block_size: int) -> KvIndex:
-        """Report that the worker's cache is empty; return an index for the core to report to."""
+        """Report that the worker's cache is empty, and return the worker's new index.
+
+        The core reports to this index which blocks the cache gains and loses.
+        """
         self.index = KvIndex(block_size, self._flush_soon)
         self._publish([kv_pb2.KvEvent(cleared=kv_pb2.KvCacheCleared())], 1)
         return self.index
@@ -102,8 +106,9 @@ class WorkerFeed:
     def flush(self) -> None:
         """Pass to the readers all changes that the core has reported since the last call.
 
-        After a change, the event loop calls this in its next turn. So all changes of a step become
-        one batch, unless there are very many. A direct call passes the changes sooner.
+        After a change, the event loop calls this method in its next turn. So all changes of a step
+        become one batch, unless there are very many. A snapshot calls this method directly, because
+        it needs the changes at once.
         """
         changes = [] if self.index is None else self.index.take_changes()
         for first in range(0, len(changes), _MESSAGE_BLOCKS):

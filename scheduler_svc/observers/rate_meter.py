@@ -26,7 +26,7 @@ class RateMeter:
         self.rates = WorkerRates()
         self._full_enough = busy_step_tokens / 2
         self._in_flight: deque[tuple[Plan, float]] = deque()
-        """For each step in flight, its plan, and how many tokens it must have to be full."""
+        """For each step in flight: its plan, and how many tokens make it a full step."""
 
     def on_sent(self, plan: Plan, max_prompt_tokens: int | None = None) -> None:
         """Record a plan that was sent; `max_prompt_tokens`: the pacer's limit, if it has one."""

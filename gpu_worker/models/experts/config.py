@@ -109,7 +109,7 @@ def read_qwen_experts(
     Args:
         fields: The fields of config.json.
         num_layers: Number of layers.
-        has_shared: Whether there is a shared expert; its share then depends on the token.
+        has_shared: Whether there is a shared expert, with a share that depends on the token.
         size_field: The field with the MLP size of each expert.
 
     Raises:

@@ -96,9 +96,9 @@ class GgufFile:
             path: The file.
             heads: Numbers of heads of "attn_q" and "attn_k", if their rows must be reordered: see
                 `_Rows.num_rotated_heads`.
-            names: Maps GGUF's names of a layer's tensors to the names in `transformers`. Only names
-                in which the architecture differs from most others are given. In the name of an
-                expert's tensor, `{}` stands for the expert's number.
+            names: Maps GGUF's names of a layer's tensors to the names in `transformers`. It has
+                only the names that `_IN_LAYERS` lacks, or that differ in this architecture. In the
+                name of an expert's tensor, `{}` stands for the expert's number.
             norms_have_one_more: See `_Rows.has_one_more`.
 
         Raises:

@@ -19,7 +19,10 @@ lowest."""
 
 
 def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:
-    """Return shape and dtype of a map's tensors, except `g_idx`, by the ends of their names."""
+    """Return shape and dtype of each tensor of a map, except `g_idx`.
+
+    The keys are the last parts of the tensors' names.
+    """
     per_word = 32 // stored.bits
     num_groups = num_in // (stored.group_size or num_in)
     weight = (num_in // per_word, num_out)

@@ -45,17 +45,20 @@ class NativeAdapter:
 
     @property
     def address(self) -> int:
-        """The address of an array of C's `low_rank`: one for each map, layer after layer."""
+        """The address of an array of C's structs `low_rank`.
+
+        Each map of each layer has one struct. The structs of a layer are in the order of `MAPS`.
+        """
         return self._table.ctypes.data
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
-    """Return the interval of ranks [first, end) in which each panel of B is not zero.
+    """Return, for each panel of B, the ranks [first, end) outside which the panel is zero.
 
     A panel of B has 32 outputs. The intervals are int32[ceil(N / 32), 2], in which first and end
     count pairs of ranks, of which there are R / 2. If a map of the model consists of fused maps, as
-    "qkv" does, an adapter has separate ranks for q, k and v. Then, for example, B is zero from the
-    ranks of k to the outputs of q.
+    "qkv" does, an adapter has separate ranks for q, k and v. Then, for example, B's weights between
+    the ranks of k and the outputs of q are zero.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
@@ -112,10 +115,10 @@ def low_rank_calls(
     *,
     is_gated: bool = False,
 ) -> Iterator[KernelCall]:
-    """Yield the calls that add the adapters' products for `x` to `alone`; `out` gets the sums.
+    """Yield the calls that add the products of `x` and the adapters to a map's results for `x`.
 
-    The program must run these calls after the call of the map from `x` to `alone`. All tensors are
-    bfloat16; their rows may lie apart.
+    The map's results are in `alone`, so the program must compute the map before these calls. The
+    sums are written to `out`. All tensors are bfloat16; their rows may lie apart.
 
     Args:
         library: The native code.

@@ -116,7 +116,8 @@ class SseResponse:
     async def before_events(self) -> AsyncIterator[None]:
         """Send status and headers, then heartbeats until the `async with` block ends.
 
-        After the block, `put` keeps an event back until `start` is called.
+        When the block has ended, `put` sends no event until `start` is called: it collects the
+        events, and `start` sends them.
         """
         await self.start()
         with self.heartbeats():
@@ -195,7 +196,8 @@ def sse_of(
 ) -> SseResponse:
     """Return the response for a call's events.
 
-    If the call waited for its model and so has a response already, return this response.
+    A call that had to wait until its model was loaded has a response already (`WAITING`). This
+    response is then returned.
     """
     waiting: SseResponse | None = request.get(WAITING)
     if waiting is None:

@@ -2,7 +2,8 @@
 
 null means unset; an unknown field or a wrong type is an error that names the field. A field of
 OpenAI or vLLM that Quire does not implement is refused by name, unless its value has no effect
-(`echo: false`). `Inference.generate` checks most ranges, for every API.
+(`echo: false`). `Inference.generate` checks for every API whether the values are in their ranges,
+except a few that are checked here.
 """
 
 from collections.abc import Mapping
@@ -36,8 +37,9 @@ NO_EFFECT = frozenset({"user", "safety_identifier", "metadata"})
 
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 SESSION_PIN_S: Final = 300.0
-"""How many seconds the prompt of a turn stays pinned after the turn, while a tool runs or the user
-reads. The value is Anthropic's shorter `ttl`; OpenAI keeps prompts in memory for about as long."""
+"""How many seconds a prompt stays pinned, so that the conversation's next turn finds its KV after a
+tool has run or the user has read the answer. The value is Anthropic's shorter `ttl`; OpenAI keeps
+prompts in memory for about as long."""
 
 
 def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> float | None:
@@ -163,7 +165,7 @@ class Body(StructuredFields, BeamFields):
         )
 
     def shown_tokens(self, text: ModelText) -> TokenText:
-        """Return the function that maps a token id to the token's text in log-probabilities."""
+        """Return the function that gives the text by which log-probabilities show a token id."""
         return _token_by_id if self.return_tokens_as_token_ids else text.token_text
 
     def sampling(

@@ -60,7 +60,8 @@ class MovedSequence:
     num_computed_tokens: int
     """Tokens with KV in the blocks. Without blocks: tokens that the source core had computed."""
     num_charged_tokens: int
-    """Prompt tokens that the source core has charged to the request's account (`Policy.charge`)."""
+    """The `Sequence.num_charged_tokens` of the source core: the target core does not charge these
+    prompt tokens."""
     num_cached_tokens: int
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     was_admitted: bool

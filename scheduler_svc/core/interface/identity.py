@@ -20,9 +20,10 @@ def identity(request: Request, output_index: int) -> bytes:
     """Return 32 bytes that identify a sequence of `request` to a later scheduler.
 
     The bytes are a hash of the request's id, tenant, cache salt, sampling and search parameters,
-    its maximum number of output tokens, the number of prompt tokens, and the output's index. The
-    hash leaves out the tokens themselves; callers compare or hash the tokens. So the bytes stay
-    the same when a router learns of more output tokens, or when another router submits the request.
+    its maximum number of output tokens, the number of prompt tokens, and the output's index. So
+    the bytes stay the same when a router learns of more output tokens, or when another router
+    submits the request. The hash does not include the tokens, so a later scheduler also
+    checks that the tokens agree.
     """
     parts = (
         b"quire.v1.sequence\0",
