@@ -17,8 +17,8 @@ _SMALL_FILES: Final = ("*.json", "*.jinja")
 _SAFETENSORS: Final = "model*.safetensors"
 _PICKLES: Final = "pytorch_model*.bin"
 POOLING: Final = "1_Pooling/config.json"
-"""The file that describes the pooling of a sentence-transformers model; such a model also has a
-`modules.json`."""
+"""The file that describes the pooling of a sentence-transformers model. Such a model also has a
+`modules.json`, so this file is downloaded only if there is a `modules.json`."""
 _IN_FOLDERS: Final = "*/*"
 """A pattern of the files to skip: files in folders are other formats or training states."""
 
@@ -40,7 +40,7 @@ class HubName:
 def download_from_hub(
     name: HubName, report: Callable[[str, float | None], None], *, with_weights: bool
 ) -> Path:
-    """Download what the cache lacks of a model; return the model's directory in the cache.
+    """Download the files of a model that the cache lacks; return the model's cache directory.
 
     `report` gets the status and the progress.
 

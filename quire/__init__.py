@@ -12,7 +12,8 @@ __all__ = ["LLM", "BeamSearch", "Generation", "SamplingParams", "StructuredOutpu
 def __getattr__(name: str) -> object:
     """Import the names in `__all__` at their first use.
 
-    `import quire.v1` and `quire down` also run this module, but need none of these names.
+    `import quire.v1` and `quire down` also run this module. They need none of these names, and
+    importing the names takes time.
     """
     if name not in __all__:
         raise AttributeError(f"module 'quire' has no attribute {name!r}")

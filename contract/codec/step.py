@@ -55,7 +55,8 @@ _MOVES: Final = {
     "disk_load_src_block_ids": ("num_disk_blocks", False),
     "disk_load_dst_block_ids": ("num_host_blocks", True),
 }
-"""As `_BATCH_ARRAYS`, but for the arrays in the batch's `kv_commands`."""
+"""Arrays of the batch's `kv_commands`. Each name maps to a field of `Limits` and to whether the
+values must be distinct, as in `_BATCH_ARRAYS`."""
 _PARALLEL: Final = {
     "chunk_lens": "chunk_rows",
     "renamed_dst_block_ids": "renamed_src_block_ids",

@@ -124,8 +124,8 @@ class ModelSlot:
         If a model is being unloaded, the load begins afterwards.
 
         Args:
-            directory: The model's directory; None: that of the load in progress, if
-                any, or else of the last model.
+            directory: The model's directory; None: the directory of the load in progress; if no
+                load is in progress, the directory of the model that was loaded last.
 
         Raises:
             UnimplementedError: The model is on several devices.

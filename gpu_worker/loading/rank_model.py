@@ -233,7 +233,7 @@ def _open_memory(
 ) -> _Memory:
     """Allocate the KV pool and the tiers below it.
 
-    All ranks use the same number of blocks of a tier: as many as the rank with the fewest has.
+    All ranks use the same number of blocks of a tier. The rank with the least room determines it.
     """
     settings, device, limits = checked.settings, checked.device, checked.limits
     config = checked.source.local_config

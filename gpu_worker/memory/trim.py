@@ -12,8 +12,8 @@ _TRIM_AT_ONCE: Final = 128 * 1024
 _MOST_KEPT: Final = 64 * 1024**2
 _MAX_HEAP_BYTES: Final = 32 * 1024**2
 """`release_memory` sets `M_TRIM_THRESHOLD` to `_MOST_KEPT`, and `M_MMAP_THRESHOLD` to
-`_MAX_HEAP_BYTES`. When large tensors are freed, glibc itself raises the two thresholds, but not
-above these values."""
+`_MAX_HEAP_BYTES`. By default glibc itself raises the two thresholds when large tensors are freed,
+at most to these values. But once a program has set one of them, glibc raises neither."""
 
 
 def begin_release() -> None:

@@ -1,6 +1,7 @@
 """Quantizes a model.
 
-`quire quantize` runs this file in a separate process, because the file imports torch.
+`quire quantize` runs this file in a separate process, because the file imports torch, which the
+command line must not import.
 """
 
 import argparse

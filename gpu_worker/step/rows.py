@@ -81,9 +81,9 @@ class Rows:
         """The window of each KV group."""
         self.num_groups = len(limits.kv_windows)
         self.block_tables = np.zeros((num_rows, limits.max_table_len), np.int32)
-        """int32[R, M * G]: the block table of each row. For every `block_size` tokens, at most M
-        times, a table has a block number for each of the G KV groups. Entries behind a group's
-        window are stale: the scheduler may have given their blocks to other sequences."""
+        """int32[R, M * G]: the block table of each row. A table has at most M block indices, and
+        for each block index one block of each of the G KV groups. Entries behind a group's window
+        are stale: the scheduler may have given their blocks to other sequences."""
         self.num_blocks = np.zeros(num_rows, np.int64)
         """Number of blocks of one KV group in each block table, stale entries included. Until the
         row gets another sequence, the number only grows."""
@@ -96,11 +96,11 @@ class Rows:
         self.adapter = np.zeros(num_rows, np.int64)
         self.is_used = np.zeros(num_rows, np.bool_)
         self.is_decoding = np.zeros(num_rows, np.bool_)
-        """Whether the scheduler counts the row as decoding. The scheduler counts an ended row until
-        it releases the row."""
+        """Whether the scheduler counts the row as decoding. A row whose sequence has ended still
+        counts as decoding until the scheduler releases the row."""
         self.incarnation = np.zeros(num_rows, np.int64)
-        """Incremented when a row gets a sequence, and by `clear`, so that results for the row's
-        earlier sequences are recognized."""
+        """Incremented when a row gets a sequence, and by `clear`. So a result for an earlier
+        sequence of the row is not taken for a result of the current one."""
         self.ended_incarnation = np.full(num_rows, -1, np.int64)
         """Each row's last incarnation for which `end` was called. The sequence of that incarnation
         is no longer computed."""
@@ -321,8 +321,9 @@ class Rows:
         self.table_version[rows] += 1
 
     def _is_behind(self, num_computed: Int64Array) -> BoolArray:
-        """Return which entries of block tables no token at position `num_computed` or later sees.
+        """Return for each entry of block tables whether it is behind its group's window.
 
+        The tokens at position `num_computed` and later do not see the block of such an entry.
         `num_computed` is int64[N], for N tables; the result is bool[N, M * G].
         """
         groups, size = self.num_groups, self._limits.block_size

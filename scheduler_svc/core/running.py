@@ -223,10 +223,10 @@ class RunningSet:
         self._wait_for(child, parent.loading_block_ids)
 
     def extend(self, beam: Sequence, token_ids: Int32Array) -> None:
-        """Let a beam whose tokens are all computed compute a new token, in the same row and blocks.
+        """Let a beam compute a new token, in the same row and blocks.
 
-        To the worker, the beam is a new sequence in each step. So one plan releases the row and
-        gives it to the beam again.
+        All other tokens of the beam are computed. To the worker, the beam is a new sequence in each
+        step. So one plan releases the row and gives it to the beam again.
 
         Args:
             beam: A running beam that no step in flight names.
@@ -313,11 +313,11 @@ class RunningSet:
                 seq.block_ids.append(block)
 
     def evict_ahead(self, step: StepId) -> None:
-        """Evict cached blocks before decoding sequences evict them in the two steps after `step`.
+        """Evict as many cached blocks as decoding sequences lack in the two steps after `step`.
 
-        A step that swaps blocks in cannot demote blocks. So if such a step evicts a block, the
-        block's content is lost, and the prefix cache no longer finds the blocks that continue it.
-        Blocks that this method evicts are demoted to the host instead.
+        The evicted blocks are demoted to the host. If one of the two steps had to evict them, and
+        swapped blocks in, it could not demote them: their content would be lost, and the prefix
+        cache would no longer find the blocks that continue them.
         """
         num_due = self._decodes.num_due_soon(step) * self._groups.num
         num_lacking = num_due - self._pool.num_free
@@ -445,8 +445,9 @@ class RunningSet:
             blocks: The sequence's blocks at the places `KvGroups.kept(num_computed)`.
             num_computed: The number of its tokens with KV.
 
-        A later scheduler finds a partial block by the label that this method gives it. Without a
-        prefix cache the full blocks were never published, so this method labels them, too.
+        A later scheduler finds a partial block by the label that this method gives it. Full blocks
+        get their labels when they are published. Without a prefix cache they are not published, so
+        this method labels them, too.
         """
         size, has_cache = self._config.block_size, self._config.enable_prefix_caching
         num_in_tail = num_computed % size
@@ -481,7 +482,7 @@ class RunningSet:
         return -(-len(seq.token_ids) // self._config.block_size)
 
     def _places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
-        """Return the places of a sequence's new blocks at its start, if groups have windows."""
+        """Return the places where a starting sequence gets new blocks, besides `found.places`."""
         return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:
@@ -503,7 +504,10 @@ class RunningSet:
         builder.placements = placements
 
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
-        """Let a sequence wait for swap-ins to `blocks`; without `blocks`, drop its host blocks."""
+        """Let a sequence wait for swap-ins to `blocks`.
+
+        If `blocks` is empty, drop the sequence's host blocks, which it does not need any more.
+        """
         if blocks:
             seq.loading_block_ids = blocks
             self._loading[seq.seq_id] = seq

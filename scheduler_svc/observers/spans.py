@@ -101,7 +101,7 @@ class SequenceSpans:
             of_source[key] = TracedSequence(request.request_id, key, context, now_s)
 
     def on_admitted(self, admitted: Admitted) -> None:
-        """Called when a sequence has left the queue and the next step result has arrived."""
+        """Called when a core reports that a sequence has left the queue."""
         if (traced := self.find((admitted.source, admitted.seq_key))) is not None:
             attributes = {"quire.num_cached_tokens": admitted.num_cached_tokens}
             end_s = traced.arrived_s + admitted.queue_s

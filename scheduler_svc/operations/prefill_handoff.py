@@ -2,10 +2,10 @@
 
 While a prefill worker computes a prompt, the prompt's full blocks are copied to a decode worker.
 The request moves when it has its first tokens and the decode worker lacks at most two of the
-request's full blocks. A move takes one turn of the event loop. The decode worker recomputes the
-tokens of the missing blocks and of the last, partial block. Until a decode worker has room, the
-request decodes at its prefill worker, if necessary to its end. So without a decode worker requests
-are slower, but none fails.
+request's full blocks. The move waits for no further copy: the decode worker recomputes the tokens
+of the missing blocks and of the last, partial block. Until a decode worker has room, the request
+decodes at its prefill worker, if necessary to its end. So without a decode worker requests are
+slower, but none fails.
 """
 
 import asyncio
@@ -34,8 +34,8 @@ from scheduler_svc.workers.session import Session
 _LOOK_S: Final = 0.25
 """How often to look for prefill workers that have been attached."""
 _PAUSE_S: Final = 5.0
-"""How long no request moves between two workers, after a copy or move from one to the other has
-failed."""
+"""After a copy or move from one worker to another has failed, this is the time until the next
+request may move from the one to the other."""
 _MAX_FOLLOWED: Final = 64
 """For each prefill worker, the limit on requests whose blocks are copied at the same time."""
 _MAX_LEFT_BLOCKS: Final = 2
@@ -206,8 +206,8 @@ class Handoff:
 def _keeps_states(session: Session) -> bool:
     """Whether the worker's model has recurrent states.
 
-    Such a worker takes no part in handoffs. Only the states at the ends of full blocks can be
-    copied, so the decode worker would compute up to a block of tokens again.
+    Requests of such a worker do not move to decode workers. Of the states, only those at the ends
+    of full blocks can be copied, so the decode worker would compute up to a block of tokens again.
     """
     return STATE_WINDOW in session.info.limits.kv_windows
 
@@ -232,8 +232,8 @@ def _has_room(load: SchedulerLoad, live: MovableRequest, num_reserved: int = 0) 
     """Whether a request can run at once at a decode worker with the load `load`.
 
     There must also be room for the requests that are arriving at the worker. Their KV is in held
-    host blocks until they start; but `num_reserved` of the held host blocks are for this request.
-    In addition, each sequence may need one more block.
+    host blocks until they start. `num_reserved` is the number of held host blocks that are for
+    `live` itself. In addition, each sequence may need one more block.
     """
     num_available = load.num_free_blocks + load.num_cached_blocks
     num_host_available = load.num_free_host_blocks + load.num_cached_host_blocks

@@ -218,7 +218,7 @@ def _finished_to_proto(finished: Finished) -> scheduler_pb2.SequenceFinished:
 def held_logprobs_to_proto(events: StepEvents) -> list[worker_pb2.SampledLogprob]:
     """Convert the log-probabilities in `events` to the form that a step's result has.
 
-    A worker sampled the tokens in `events` for an earlier scheduler.
+    The tokens in `events` are in no result: a worker sampled them for an earlier scheduler.
     """
     return [
         worker_pb2.SampledLogprob(index=index, logprob=token_logprob_to_proto(logprob))

@@ -130,7 +130,7 @@ class Session:
         self._wake.set()
 
     def expect(self, num_seqs: int, num_tokens: int) -> None:
-        """Add to the load sequences that are not posted yet; negative numbers remove them.
+        """Include sequences in the load before they are posted; negative numbers take them out.
 
         The sequences wait until a copy of their prefix has arrived at this worker.
         """
@@ -248,7 +248,7 @@ class Session:
         return self._core.takeover.num_held_tokens(request)
 
     def num_cached_blocks(self, hashes: Sequence[BlockHash]) -> int:
-        """Return how many blocks, from the first of `hashes` on, the worker has cached."""
+        """Return the length of the longest prefix of `hashes` that the worker has cached."""
         return self._core.lookup.num_cached_blocks(hashes)
 
     def model(self) -> ModelInfo:
@@ -428,7 +428,10 @@ class Session:
                 self._waits.append((condition, holds))
 
     def _resubmit(self, request: Request) -> SubmitRequest:
-        """Make the command that continues a request at another worker, with its crash count."""
+        """Make the command that continues a request at another worker.
+
+        The command has the request's crash count, which `crashes` then forgets.
+        """
         if self.is_draining:  # the end of a draining worker does not count as a crash
             num_crashes = self.crashes.take(request)
         else:

@@ -53,7 +53,7 @@ class Router:
 
 
 def read_router(name: str, num_experts: int, hidden: int, weights: Weights) -> torch.Tensor:
-    """Read a router's weight in float32: a rounded or quantized one may choose other experts."""
+    """Read a router's weight in float32: rounded or quantized weights may choose other experts."""
     return weights.tensor(f"{name}.weight", num_experts, hidden, dtype=torch.float32)
 
 

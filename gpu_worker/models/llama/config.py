@@ -159,7 +159,7 @@ class _Family:
     ties_embeddings: bool = False
     has_query_scalar: bool = False
     """Whether `query_pre_attn_scalar`, by default 256, replaces the head dim in the scale of
-    attention's scores. If so, `final_logit_softcapping` may cap logits."""
+    attention's scores, and whether `final_logit_softcapping` may cap logits."""
     caps_scores: bool = False
     """Whether `attn_logit_softcapping` may cap scores."""
     attention_softcap: float | None = None

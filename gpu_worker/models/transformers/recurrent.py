@@ -263,7 +263,7 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
 
 
 class _LayerState:
-    """The cache of one call of a module of `transformers`: the states of the call's sequences.
+    """The cache that one call of a `transformers` module gets: the states of the call's sequences.
 
     It works as `transformers.cache_utils.LinearAttentionLayer` does. The module may change the
     states in place.

@@ -80,8 +80,8 @@ class ClientCall:
     def is_resumable(self) -> bool:
         """Whether the call's stream can be resumed from an event's id.
 
-        An id names one request, so the call must have only one. Prompt log-probabilities are sent
-        only once, so the call must not ask for them.
+        An id names one request, so the call must have only one request. Prompt log-probabilities
+        are sent only once, so the call must not ask for them.
         """
         return (
             self.stream
@@ -127,7 +127,7 @@ async def _open(inference: Inference, call: ClientCall, request: GenerateRequest
 
 
 def _catch_up(call: ClientCall, request: GenerateRequest, live: LiveRequest) -> None:
-    """Restore the state of the call's shape: pass it the text that the client already has.
+    """Bring `call.shape` up to date: pass it the text that the client already has.
 
     Raises `FailedPreconditionError` if log-probabilities of that text were lost.
     """
@@ -264,8 +264,8 @@ class _Chunks:
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """Maps a choice's index to a frame: an event's bytes before and after the text's JSON."""
         self._is_text_only = self._has_frames and self._position is None and call.shape.is_text_only
-        """Whether each delta of a choice, once the choice has a frame, is sent as the frame and the
-        new text."""
+        """Whether a delta is sent as its choice's frame and the new text between the frame's parts,
+        once the choice has a frame."""
 
     def sink(self, i: int) -> Callable[[Event], None]:
         """Return the function that sends an event of request `i`."""

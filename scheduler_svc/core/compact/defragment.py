@@ -6,8 +6,8 @@ highest first, by copies in its plan. Sequences keep running during a pass, so e
 lists is checked again before use:
 
     source    a held block. All its holders must be tables or pins that the pass knows. So a block
-              does not move while a step in flight holds it, while a fork copies from it, while it
-              is being swapped in, or in a plan that copies to it already.
+              does not move while a step in flight holds it, or while a fork copies from it. A block
+              that is being swapped in, or to which the plan copies already, does not move either.
     target    a free or a cached block. If the target is free, the source is copied to the target,
               and the source is not allocated again before the step's result. If the target is
               cached, source and target exchange contents by two copies in one plan; this works
@@ -43,8 +43,8 @@ from scheduler_svc.core.tiers.host_tier import HostTier
 
 _NOW, _NEVER = float("-inf"), float("inf")
 _LEAST_RATE = 1e-9
-"""The least fragmentation rate at which a pass begins without a request, even if
-`defragment_threshold` is 0."""
+"""Unless `request_pass` was called, a pass begins only at this fragmentation rate or a higher one,
+even if `defragment_threshold` is 0."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,8 +101,8 @@ class _Pass:
     """The held blocks to move, in ascending order; the pass takes them from the end."""
     free_targets: list[DeviceBlockId]
     """Blocks below the border that had no holder when the pass began, in descending order. The pass
-    takes them from the end, and uses each that is cached by then. To use a free block, the pass
-    allocates one from the pool, without this list."""
+    takes them from the end, and uses only those that are cached by then. For a free target, the
+    pass does not search this list: it allocates a block from the pool."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
@@ -161,7 +161,7 @@ class Defragmenter:
     def plan(self, builder: PlanBuilder, num_in_flight: int) -> None:
         """Add moves to a plan that is otherwise complete.
 
-        Call this method for every plan from `due` on.
+        Call this method for every plan from the time `Defragmenter.due` on.
 
         Args:
             builder: The plan, which must be sent if it has copies.

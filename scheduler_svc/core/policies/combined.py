@@ -13,11 +13,11 @@ class Combined(Policy):
     """Orders requests by priority, then by fairness to tenants, then by deadline or arrival.
 
     A criterion that is None is left out. The priority criterion gives each sequence a level
-    (`Priority.level`); fairness and deadline decide only within a level. A sequence has a lower
-    level than all sequences of its priority that arrive in a later period of `aging_s` seconds, and
-    goes before them, whatever tenants they belong to. So the priority criterion bounds every wait.
-    The longer the period, the more sequences have the same level, and the fairer the order is to
-    tenants.
+    (`Priority.level`). Sequences of a lower level go first; fairness and deadline decide only
+    within a level. For each priority, the level of new sequences rises by one every `aging_s`
+    seconds. So in time all new sequences go after a waiting sequence, whatever their priorities and
+    tenants, and no sequence waits for ever. The longer the period `aging_s`, the more sequences
+    have the same level, and the fairer the order is to tenants.
     """
 
     def __init__(
