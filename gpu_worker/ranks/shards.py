@@ -107,7 +107,7 @@ class Place:
         return range(start, start + max(1, count // self.tensor_size))
 
     def vocabulary(self, vocab_size: int) -> range:
-        """Return the tokens whose logits this rank computes; the last ranks may have fewer."""
+        """Return the token ids whose logits this rank computes; the last ranks may get fewer."""
         count = -(-vocab_size // self.tensor_size)
         start = min(count * self.tensor_rank, vocab_size)
         return range(start, min(start + count, vocab_size))

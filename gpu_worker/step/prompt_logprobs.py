@@ -1,7 +1,7 @@
 """Scores prompt tokens: computes the log-probability of each token, given the tokens before it.
 
 Symbols: `T` tokens of a step, `N` tokens whose next token in the prompt is scored, `V` vocabulary,
-`K` the largest number of top tokens that a row asks for.
+`E` hidden size, `K` the largest number of top tokens that a row asks for.
 """
 
 from collections.abc import Callable
@@ -16,8 +16,8 @@ from gpu_worker.sampling.params import SamplingTable
 from gpu_worker.step.rows import Rows, ScheduledRows
 
 _MAX_LOGITS_BYTES = 32 * 1024**2
-"""Limit of the float32 logits that are in memory at once, in bytes. The logits of a whole prompt
-may be larger than the model."""
+"""Limit of the float32 logits that are in memory at once, in bytes. Without a limit, the
+logits of a long prompt could need more memory than the model."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +77,7 @@ def score_prompts(
 
     Args:
         hidden: `[T, E]`, the final hidden states of the step.
-        rows: The rows, after this step's `apply`.
+        rows: The rows, after `Rows.apply` has applied the step's plan.
         scheduled: What the step computes.
         table: Says which rows want scores.
         logits: Maps hidden states to `[*, V]`.

@@ -187,11 +187,11 @@ class SequenceSpans:
             )
 
     def clear(self, now_s: float) -> None:
-        """Write the spans of all sequences, because they have lost their rows."""
+        """Write the spans of all sequences; called when all sequences lose their rows."""
         self.released(list(self._row_to_traced), now_s)
 
     def _write_prefill(self, traced: _Traced, end_s: float) -> None:
-        """Write the spans of an ended prefill, if a step computed a chunk of it."""
+        """Write the spans of an ended prefill; none if it ended before its first chunk ran."""
         if not traced.chunks:
             return
         attributes = {

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 from typing import Final
 
 MAX_DEPTH: Final = 100
-"""Maximum depth of nesting; clients' parsers may have similar limits."""
+"""Maximum depth of nesting. A deeper literal counts as broken, because a client's parser may
+be unable to read it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,13 +69,13 @@ class LiteralText:
         self._dialect = dialect
         self._closers: list[str] = []
         self._wants = "value"
-        """What may come next outside scalars: "value", "value or end", "key", "key or end",
-        "colon" or "comma"."""
+        """What may come next, if no scalar is being read: "value", "value or end", "key",
+        "key or end", "colon" or "comma"."""
         self._within = ""
         """The scalar that is being read: a string's quote, "number" or "word"; empty: no scalar."""
         self._number = ""
         self._held = ""
-        """The part read so far of an escape or a word."""
+        """What has been read of an escape or a word that is not complete yet."""
 
     @property
     def num_held(self) -> int:

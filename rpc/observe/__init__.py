@@ -1,1 +1,1 @@
-"""Logs, traces and timelines of a process."""
+"""Records logs, traces, stalls of the event loop, and a timeline to view in Perfetto."""

@@ -1,4 +1,4 @@
-"""Causal attention to contiguous keys and values, for the attention twins.
+"""Causal attention to contiguous keys and values, called by the torch twins of attention kernels.
 
 Symbols: `Q` query tokens, `K` keys, `H` query heads, `HKV` kv heads, `D` head dim of queries and
 keys, `DV` that of values.

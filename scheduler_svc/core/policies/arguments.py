@@ -1,4 +1,4 @@
-"""Parses and checks the arguments of policies."""
+"""Parses and checks the arguments that --policy-arg gives to a scheduling policy."""
 
 import inspect
 from collections.abc import Iterable, Mapping

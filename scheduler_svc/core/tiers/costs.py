@@ -1,4 +1,4 @@
-"""Decides whether moving KV or computing it again is faster, by the worker's measured rates."""
+"""Decides whether to copy KV between tiers or compute it again, by the worker's measured rates."""
 
 from math import inf
 
@@ -6,7 +6,7 @@ from scheduler_svc.core.interface.config import PreemptionMode, SchedulerConfig
 
 
 class Costs:
-    """Compares how long it takes to move KV and to compute it again.
+    """Compares how long it takes to copy KV between tiers and to compute it again.
 
     The estimates assume that the prefix cache has none of this KV when it is computed again.
     """
