@@ -90,7 +90,8 @@ class RouterSettings(ProcessSettings):
     --grpc-port. Each router gets some of the connections, and needs its own --http-port."""
     scheduler_tls_cert: Path | None = None
     """PEM file with the certificate that the router shows to schedulers. Unset: --tls-cert. Set
-    this flag if --tls-cert is a public certificate."""
+    this flag if --tls-cert is a public certificate, because schedulers with --tls-client-ca accept
+    only certificates that an authority in that file has signed."""
     scheduler_tls_key: Path | None = None
     """PEM file with the private key of --scheduler-tls-cert."""
     max_live_requests: Annotated[int, Field(ge=1, le=1_000_000)] = 4096
@@ -146,8 +147,8 @@ class RouterSettings(ProcessSettings):
     """Which share of the requests without a traceparent is traced (with --otlp-traces-endpoint)."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     """How many new tokens of an output are sent together, unless the request sets stream_interval.
-    Fewer and larger events cost less. An output's first token and its last tokens are sent at
-    once."""
+    Fewer and larger events cost less. An output's first token and its last tokens do not wait for
+    others."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 

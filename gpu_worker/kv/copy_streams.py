@@ -18,7 +18,8 @@ from gpu_worker import metrics
 class CopyStreams:
     """Two CUDA streams: one copies blocks to the host (stores), one to the device (loads).
 
-    The methods speak of *work*: what the caller enqueues on the current stream, which computes.
+    *Work*, in the methods' docstrings, is what the caller enqueues on the current stream. On this
+    stream the model computes.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -148,14 +148,16 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
 
 
 def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
-    """Name what decides the last bits of results on this device, besides versions of libraries.
+    """Return, as text, what decides the last bits of results on this device.
 
-    On a GPU, this is the GPU's model: libraries choose kernels by it, and Quire chooses tiles and
-    the way to multiply fp8.
+    Versions of libraries also decide these bits, but are not in the text.
 
-    On a CPU, it is the instruction sets, a digest of the machine code of Quire's kernels, and the
-    operations that use AMX. Torch, oneDNN and Quire's kernels choose the order of sums by the
-    instruction sets.
+    On a GPU, the text names the GPU's model: libraries choose kernels by it, and Quire chooses
+    tiles and the way to multiply fp8.
+
+    On a CPU, it names the instruction sets, the operations that use AMX, and a digest of the
+    machine code of Quire's kernels. Torch, oneDNN and Quire's kernels choose the order of sums by
+    the instruction sets.
     """
     if device.type != "cpu":
         return repr((device.type, device_name(device)))

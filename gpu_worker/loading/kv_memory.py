@@ -248,8 +248,8 @@ def open_pool_memory(
 ) -> ElasticMemory | None:
     """Map resizable memory of `num_blocks` blocks; None if the pool's size is fixed.
 
-    The size is fixed if max-kv-memory-gb is 0, on several devices, and with a draft model. If
-    max-kv-memory-gb is unset, the size is fixed in two more cases:
+    The size is fixed if max-kv-memory-gb is 0, if the model is on several devices, or if there is a
+    draft model. If max-kv-memory-gb is unset, the size is fixed in two more cases:
 
     - on a GPU, because the calls of CUDA's driver have not run on a GPU yet;
     - on a CPU, with a warning, if the system refuses to reserve the addresses.

@@ -68,7 +68,11 @@ def _stretch_as_yarn(wavelengths: torch.Tensor, theta: float, scaling: YarnScali
     head_dim = 2 * len(wavelengths)
 
     def dimension(turns: float) -> float:
-        """Return the dimension that makes `turns` turns in the context length before YaRN."""
+        """Return the index in `wavelengths` of the angle that makes `turns` turns.
+
+        The turns are counted over `original_max_position_embeddings` positions. The index may be
+        fractional.
+        """
         longest = scaling.original_max_position_embeddings / (turns * 2 * math.pi)
         return head_dim * math.log(longest) / (2 * math.log(theta))
 

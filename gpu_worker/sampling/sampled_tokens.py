@@ -63,7 +63,10 @@ class Sampled:
 
 
 def merged(parts: Sequence[Sampled]) -> Sampled:
-    """Join the samples of the parts in which a step was computed. There is at least one part."""
+    """Join the samples of a step that was computed in parts, because memory was short.
+
+    A step that was not split has one part.
+    """
     if len(parts) == 1:
         return parts[0]
     firsts = np.cumsum([0, *(len(part.token_ids) for part in parts)])

@@ -43,8 +43,8 @@ class Drafter(Protocol):
             drafting: int64[N], rows for which `catch_up` returned true in this step.
             most: int64[N] in [1, num_draft_tokens], the largest number of guesses for each row; the
                 row's block table has room for as many.
-            sampler: The sampler that will verify the guesses; it draws equal tokens from equal
-                logits.
+            sampler: The sampler that will verify the guesses. A draft model draws its guesses with
+                this sampler, too, so that equal logits give equal tokens.
 
         Returns:
             N arrays; an array is empty if there is no guess for its row.

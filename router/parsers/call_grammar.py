@@ -24,8 +24,8 @@ _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""Where the schema of one parameter gets a copy of the schema of all parameters, as a JSON pointer.
-The one parameter's schema needs the copy if it has a `$ref` into the schema of all parameters."""
+"""A JSON pointer. If the schema of one parameter has a `$ref` into the schema of all parameters, a
+copy of the schema of all parameters is put at this place in the schema of the one parameter."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -148,8 +148,9 @@ class CallGrammar:
     def _calls_or_text(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
         """Return a grammar for calls, or else for text that does not begin like a call.
 
-        The lexer takes the longest match. If a call began with several short terms, TEXT would
-        match more characters and win. So all text before the first arguments is one string.
+        The lexer takes the term that matches most characters. If a call began with several short
+        terms, the term TEXT would match more characters and win. So the first call's whole
+        beginning, up to its arguments, is one string of the grammar.
         """
         written = self._written
         calls = self._body(functions, may_be_several=may_be_several, are_whole=True)
@@ -310,7 +311,8 @@ def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
     """Return the JSON schema of a whole call, for models that write a call as a JSON object.
 
     The whole call is one term of the grammar. If the call's beginning were a separate term, the
-    lexer would rule out other JSON objects, such as an answer in JSON.
+    lexer would take the beginning of any JSON object for this term. Then the model could write no
+    other JSON object, such as an answer in JSON.
     """
     return {
         "type": "object",

@@ -127,7 +127,7 @@ def http2_context(tls: ServerTls) -> ssl.SSLContext:
 def _reloading_context(
     tls: ServerTls, of_clients: ssl.VerifyMode, protocols: Sequence[str]
 ) -> ssl.SSLContext:
-    """Make a server's TLS context, which reads replaced files again.
+    """Make a server's TLS context; each handshake uses the current files of `tls`.
 
     `of_clients` says whether clients need a certificate; without `tls.client_ca` they need none.
     """

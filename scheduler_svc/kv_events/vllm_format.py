@@ -74,7 +74,7 @@ class AsOneEngine:
         self._tier_to_holders = {tier: BlockHolders[str]() for tier in _MEDIA}
 
     def apply(self, message: kv_pb2.WatchKvResponse) -> Iterator[list[Event]]:
-        """Apply events of one worker; yield the resulting events of the single engine, in parts.
+        """Apply events of one worker; yield the events for the subscribers, in parts.
 
         A part may be empty. The caller should let other tasks run between two parts, because to
         forget a million blocks of a lost worker takes a second.

@@ -125,7 +125,8 @@ class StateFile:
     def keep_accounts(self, accounts: Mapping[str, Mapping[str, float]]) -> None:
         """Store the accounts of the attached workers.
 
-        Of the workers that are not attached, `_MAX_LEFT_WORKERS` keep their stored accounts.
+        Of the workers that are not attached, at most `_MAX_LEFT_WORKERS` keep their stored
+        accounts.
         """
         self._set_accounts(_kept_accounts(accounts, self._accounts))
 
@@ -145,8 +146,8 @@ class StateFile:
 
         `accounts_now` returns, for each attached worker, a function that reads the worker's
         accounts. The accounts change all the time, so they are read every few seconds. To read
-        10,000 accounts takes a millisecond, so other tasks may run between two workers. A thread
-        chooses the accounts to store, and writes the file.
+        10,000 accounts takes a millisecond, so after reading each worker's accounts, this
+        method lets other tasks run. A thread chooses the accounts to store, and writes the file.
         """
         try:
             while True:
@@ -184,7 +185,8 @@ class StateFile:
     def _contents(self) -> Iterator[str]:
         """Yield the file's text in small parts.
 
-        While the writing thread encodes a part, the event loop stands still, so parts are small.
+        The event loop stands still while the writing thread encodes a part, because the thread
+        then holds Python's global lock (the GIL). Small parts keep each pause short.
         """
         adapters = [
             {"name": each.name, "digest": each.digest.hex(), "directory": each.directory}

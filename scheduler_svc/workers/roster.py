@@ -161,8 +161,8 @@ class RequiredModel:
         """Accept a worker; return whether the service has switched to another model.
 
         After an operator has unloaded a worker's model, the worker may return with another model.
-        The worker is accepted unless a worker with the old model is attached, or was lost within
-        the last `_GRACE_S`.
+        The service then switches to this model, unless a worker with the service's present model
+        is attached, or was lost less than `_GRACE_S` seconds ago and may return.
 
         Raises:
             UnavailableError: The worker's model differs from the service's, and the service cannot

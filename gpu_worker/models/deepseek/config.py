@@ -36,7 +36,8 @@ class DeepseekConfig(ModelConfig):
     """Dimensions of a head's values."""
     attention_scale: float
     attention_bias: bool
-    """Whether the maps to the query rank and to the latent, and the output map, have biases."""
+    """Whether three maps have biases: the map to `query_rank` numbers, the map to the latent, and
+    the output map."""
     is_interleaved: bool
     """Whether rotation pairs neighbouring dimensions; otherwise it pairs dimension i of the first
     half with dimension i of the second half."""

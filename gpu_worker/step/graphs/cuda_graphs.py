@@ -26,7 +26,10 @@ class Forward(Protocol):
         pool: Any,
         metadata: AttentionMetadata,
     ) -> torch.Tensor:
-        """Return the hidden states of all tokens, because `metadata.wanted` is None in graphs."""
+        """Return the hidden states of all tokens.
+
+        `metadata.wanted`, which would select some of the tokens, is None in graphs.
+        """
 
 
 def do_nothing() -> None:
@@ -74,8 +77,8 @@ class CudaGraphs:
     def capture(self, compute: Callable[[Between], None]) -> Callable[[], object]:
         """See `GraphBackend`. `compute` runs once before the capture, on the capturing stream.
 
-        The run before the capture compiles kernels and sets up libraries, which would break a
-        capture.
+        In the run before the capture, kernels are compiled and libraries are set up. If either
+        happened during the capture, the capture would fail.
         """
         self._stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._stream):

@@ -65,7 +65,7 @@ class Fp8Format:
     scale_shape: ScaleShape | tuple[int, int]
     """A `ScaleShape`, or the numbers of outputs and inputs of a block that has one scale."""
     scale_name: str
-    """What follows the map's name and a dot in the name of the tensor of scales."""
+    """The name of a map's tensor of scales, without the map's name and the dot after it."""
 
     @property
     def title(self) -> str:

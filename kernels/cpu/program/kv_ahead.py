@@ -19,7 +19,8 @@ RUN_STEPS: Final = 128
 """A product prefetches one run for every 128 pairs of input features, rounded down. C uses the same
 number."""
 MAX_RUNS: Final = 256
-"""A product that would prefetch more than this many runs prefetches none. C uses the same limit."""
+"""If a product's number of runs is greater than this, the product prefetches nothing. C uses the
+same limit."""
 PANEL: Final = 32
 """A panel, the part of a weight that enters one product, has this many output features. C uses the
 same number."""

@@ -293,9 +293,10 @@ def merge_parts(
 ):
     """Merge partial results: `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
 
-    `place` is the index of the first partial result among [*, H]; the next ones follow in steps of
-    H. If no partial result has positions, the merged result is zero. To avoid overflow, the largest
-    exponent is subtracted from all exponents.
+    Counted over both dimensions of `partial_lse`, the first partial result has the index `place`,
+    and each next one has an index that is greater by H. If none of the partial results covers a
+    position, the merged result is zero. To avoid overflow, the largest exponent is subtracted from
+    all exponents.
     """
     dim = tl.arange(0, DIMS)
     part = tl.arange(0, PARTS)
@@ -360,8 +361,8 @@ def group_heads(
     query heads.
 
     Raises:
-        ValueError: values are not as wide as keys, and either are not a part of the keys, or there
-            is more than one kv head.
+        ValueError: Keys and values differ in width, but are not latents. With latents, values are
+            the first numbers of the keys, and there is only one kv head.
     """
     group = num_heads // key_cache.shape[2]
     if value_cache.shape[3] == key_cache.shape[3]:

@@ -15,7 +15,9 @@ Variant = TypeVar("Variant", bound=Schema)
 def parse_variant(
     value: object, field: str, type_to_class: Mapping[str, type[Variant]], default: str = ""
 ) -> Variant:
-    """Parse an object, which errors call `field`; without `type`, its type is `default`.
+    """Parse an object as the class for its `type`; errors call the object `field`.
+
+    An object without `type` has the type `default`.
 
     Raises:
         InvalidArgumentError: The value is no object, or one of its fields is invalid.

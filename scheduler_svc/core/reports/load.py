@@ -34,8 +34,8 @@ def read_queues(core: "Scheduler") -> Queues:
 def read_prompts(core: "Scheduler") -> PromptQueue:
     """Count the prompt tokens to compute; takes time in proportion to the prefilling sequences.
 
-    Of the tokens of waiting prompts, only the fraction counts for which rows and blocks are left.
-    The fraction is computed as if all waiting prompts had the average length.
+    If too few rows or blocks are left for all waiting prompts, only a fraction of these prompts'
+    tokens counts. The fraction is computed as if all waiting prompts had the average length.
     """
     num_tokens = num_short_tokens = num_short = 0
     for seq in core.running.prefilling:
