@@ -89,7 +89,7 @@ class BlockMoves:
             self.disk_pool.distrust(disk_blocks)
 
     def finish(self) -> None:
-        """Wait for all disk moves in flight, and collect them."""
+        """Wait until all disk moves in flight have ended, and update the labels."""
         if self.disk_pool is not None:
             self.disk_pool.synchronize()
         self.take_ended(sys.maxsize)

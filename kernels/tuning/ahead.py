@@ -1,7 +1,8 @@
-"""Compiles candidates in several processes, so that nothing is compiled during measurements.
+"""Compiles kernels in several processes, for all configurations that will be measured.
 
-Compiling a candidate takes seconds of one CPU core; measuring it takes milliseconds of the GPU. The
-processes share Triton's cache on the disk.
+Compiling a configuration takes seconds of one CPU core, and measuring it takes milliseconds of the
+GPU. The processes share Triton's cache on the disk with the process that measures, so nothing is
+compiled during measurements.
 """
 
 import functools
@@ -15,7 +16,8 @@ from kernels.triton.configs import DecodeConfig, PrefillConfig, forced
 from kernels.tuning.workload import ModelSizes
 
 _DECODE_SEQ_LENS = ((4096, 512), (16,) * 256)
-"""Small workloads that need the same variants of the kernels as large ones."""
+"""Decode workloads, each given by the lengths of its sequences. They are small, but need the same
+variants of the kernels as large workloads."""
 _PREFILL_CHUNKS = (((64, 64),), ((64, 4096),))
 
 

@@ -23,8 +23,8 @@ from rpc.status import calling
 DEFAULT_TARGET: Final = "127.0.0.1:50051"
 
 _ANSWER_S: Final = 2.0
-"""How long a scheduler may take to answer. A scheduler that hangs accepts connections, but never
-answers."""
+"""How long to wait for a scheduler's answer. There is a limit because a scheduler that hangs
+accepts connections, but never answers."""
 _CONNECTED_BUT: Final = "--tls-"
 """Every hint that `rpc.security.tls.explain` adds to an error contains this text. An error with a
 hint means that a server was reached."""

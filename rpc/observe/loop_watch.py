@@ -1,8 +1,8 @@
 """Detects stalls of an event loop: how long they last, and the stack of the loop's thread.
 
-A separate thread posts a callback to the loop a few times per second and measures how late it runs.
-This lag counts from the time at which the post was due, because code that holds the GIL also delays
-the post.
+A separate thread posts a callback to the loop a few times per second, and measures how late the
+callback runs. This lag counts from the time at which the post was due, because code that holds the
+GIL also delays the post.
 """
 
 import asyncio

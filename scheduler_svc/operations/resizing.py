@@ -2,8 +2,8 @@
 
 To grow a pool, the worker maps memory before the core uses the new blocks. To shrink a pool, the
 core empties the blocks beyond the pool's new end before the worker frees their memory. If the
-worker refuses the new size, the pool keeps its size. A worker that is lost during a resize reports
-its pool's size when it is attached again.
+worker refuses the new size, the pool keeps its size. If a worker is lost during a resize, the
+scheduler learns the pool's size from the worker when the worker is attached again.
 """
 
 import asyncio

@@ -48,9 +48,9 @@ def chats(service: ServiceInfo) -> bool:
 async def run_demo(service: ServiceInfo, settings: UpSettings) -> int:
     """Show on the terminal that the model generates text; return the exit code.
 
-    The demo model answers a question; any other model continues a piece of code. A separate process
-    streams the text, because the supervisor must not import gRPC, whose threads do not survive a
-    fork.
+    The demo model answers a question; any other model continues a piece of code. The supervisor,
+    which runs this function, must not import gRPC, because the supervisor forks, and gRPC's threads
+    do not survive a fork. So a separate process streams the text.
     """
     tls = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")
     values = {name: value for name in tls if (value := getattr(settings, name))}

@@ -35,7 +35,7 @@ def batch_routes(batches: Batches, bodies: BodyReader) -> list[web.RouteDef]:
     creations = Places("creations of batches", per_tenant=4, in_all=8)
 
     async def create_batch(request: web.Request, _: CallId) -> web.StreamResponse:
-        """Answer the requests of a file, at the lowest priority, within a day."""
+        """Create a batch: its file's requests are answered at the lowest priority, within a day."""
         body = await bodies.read(request, BatchBody)
         tenant, expires = batches.tenant_of(request.headers), body.output_expires_after
         with creations.take(tenant):
