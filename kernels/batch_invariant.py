@@ -21,7 +21,11 @@ class BatchInvariantAttention:
     def __init__(self, max_num_seqs: int, device: torch.device) -> None:
         self._starts = torch.arange(max_num_seqs + 1, dtype=torch.int32, device=device)
         self._latest: tuple[Sequences, Sequences] | None = None
-        """The decodes of the latest step, and these decodes as chunks, for all layers."""
+        """The `decodes` of the last call of `_as_chunks`, and the result of that call.
+
+        If there is one KV group, all layers of a step pass the same `decodes`, so only the first
+        layer makes chunks.
+        """
 
     def prepare_decode(
         self,

@@ -86,8 +86,8 @@ async def serve(
     interceptors handle errors and trace context, and run around `interceptors`. HTTP serves `http`,
     `/health`, `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
 
-    `on_started` runs when the gRPC and HTTP servers listen. The caller of `serve` declares `health`
-    ready.
+    `on_started` runs when the gRPC and HTTP servers listen. `serve` never calls
+    `health.set_ready`; that is left to the caller.
 
     To drain, the process first declares itself not ready. Then `on_drain` refuses new requests,
     waits for the live ones and ends long-lived streams, within `settings.drain_s`; calls that

@@ -33,13 +33,15 @@ _HEAD_START_S: Final = 2.0
 """For this long after a claim, no other scheduler may claim the Lease, so that the scheduler that
 has claimed it can take over."""
 _WRITE_S: Final = 1.0
-"""How long a write may take. A scheduler waits for a write before it takes over or ends."""
+"""How long a write may take. The limit is short, because a scheduler writes before it takes over
+and before it ends."""
 _READ_S: Final = 2.0
 _WATCH_S: Final = 60
 _QUIET_S: Final = 4.0
 """After this long without a change, the Lease object is read again, because its watch may be dead.
-`_QUIET_S` and `_READ_S` together are at most `DURATION_S`. So a Lease whose watch or API server is
-dead does not look expired."""
+`_QUIET_S` and `_READ_S` together are at most `DURATION_S`, so this read ends before the Lease
+counts as expired. If the watch is dead, the read finds the changes that the watch missed. If the
+API server is dead, the read fails, and a Lease that cannot be read does not count as expired."""
 
 log = structlog.get_logger()
 
@@ -78,7 +80,8 @@ class Lease:
         self._moved_at = float("-inf")
         """When a change of the holder was last seen, on the monotonic clock."""
         self._failures: dict[str, str] = {}
-        """Under "read" and "written": why the last read or write failed, if it failed."""
+        """Maps "read" to the reason why the last read failed, and "written" to the reason why the
+        last write failed. A key is missing if there was no failure."""
 
     async def __aenter__(self) -> Self:
         """Begin to watch the Lease."""
@@ -105,8 +108,8 @@ class Lease:
     def is_free(self) -> bool:
         """Whether the Lease was given up or has expired.
 
-        False if the Lease cannot be read, or if no scheduler has ever written to it. In the second
-        case, perhaps no scheduler has the permission to write.
+        False if the Lease cannot be read. Also False if no scheduler has ever written to the Lease,
+        because then a scheduler may be serving without the permission to write.
         """
         if self._found is None or "renewTime" not in _spec_of(self._found):
             return False

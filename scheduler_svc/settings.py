@@ -35,11 +35,11 @@ class SchedulerSettings(ProcessSettings):
     scheduler_id: Annotated[str, Field(min_length=1, max_length=128)] = "scheduler"
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
-    """This scheduler's epoch; workers obey only the scheduler with the newest epoch. The default
-    is the sum of two numbers: a random number below 65,536, and the time at the start, in
-    nanoseconds since 1970. If workers have seen an epoch after this time, one more than the newest
-    epoch replaces the time. So a scheduler that starts later takes over, and of several schedulers
-    that start at the same time, one takes over."""
+    """This scheduler's epoch; workers obey only the scheduler with the newest epoch. By default it
+    is the time of the start, in nanoseconds since 1970, plus a random number below 65,536. If
+    workers have already seen an epoch after the time of the start, the random number is added to
+    the newest of these epochs plus 1 instead. So a scheduler that starts later takes over, and of
+    several schedulers that start at the same time, one takes over."""
     standby: bool = False
     """Whether to wait until no worker has a scheduler, and then to take over. A scheduler that
     waits opens no port, except with --standby-http. Among several schedulers with this flag, one
@@ -102,20 +102,22 @@ class SchedulerSettings(ProcessSettings):
     """Seconds between two measurements of how scattered a busy worker's free blocks are, for a log
     warning and for --defragment-threshold; 0: never."""
     defragment_threshold: Annotated[float, Field(ge=0, le=1)] = 1.0
-    """From this fragmentation rate on, held blocks are moved together. The rate is 1 - longest free
-    run / free blocks; 0: at any rate above 0. Default: never, because allocation needs no adjacent
-    blocks, and each move makes the device read and write a block. Moves pay off if blocks are often
-    copied in long runs, as in swaps. `quire defragment` starts a single pass of moves at once."""
+    """From this fragmentation rate on, held blocks are moved to the low end of the pool, so that
+    the free blocks become one run. The rate is 1 - longest free run / free blocks; 0: at any rate
+    above 0. Default: never, because allocation needs no adjacent blocks, and each move makes the
+    device read and write a block. Moves pay off if blocks are often copied in long runs, as in
+    swaps. `quire defragment` starts a single pass of moves at once."""
     max_defragment_moves: PositiveInt = 32
     """The limit on blocks that a step moves to defragment."""
     max_prefill_chunk: PositiveInt | None = None
     """The limit on prompt tokens of one sequence in one step; default: the worker's limit."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
     """A prompt with more tokens to compute than this is long: it leaves half of a step to other
-    prompts, and short prompts overtake it. Default: 256 on a CPU and 1024 on a GPU, half of the
-    number of tokens that keeps the device busy, but at most half of the tokens that a step may
-    have. 0: no prompt is long. At 0, max_decode_slowdown has no effect on a step with fewer than 16
-    decodes, because such a step computes short prompts at once."""
+    prompts, and short prompts overtake it. Default: half of the tokens that keep the device busy,
+    which is 256 on a CPU and 1024 on a GPU, or half of the tokens that a step may have, if that is
+    less. 0: all prompts are short. Then max_decode_slowdown has hardly any effect on a step with
+    fewer than 16 decodes, because beside so few decodes, short prompts are computed in one or two
+    steps, even if these steps take long."""
     max_long_prefills: PositiveInt = 1
     """At most this many long prompts are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4
@@ -156,8 +158,8 @@ class SchedulerSettings(ProcessSettings):
     faster than computing the prefix. Both workers need host memory for KV."""
     claim_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] = 10.0
     """How long KV that a worker held for an earlier scheduler is reserved for requests that are
-    submitted again, in seconds. After this time, full blocks stay cached, and other blocks are
-    freed."""
+    submitted again, in seconds. After this time, the rest of this KV is released: full blocks
+    become cached blocks, and other blocks become free."""
     step_timeout_s: Annotated[float, Field(gt=0, allow_inf_nan=False)] = 60.0
     """How long a step may take before its worker counts as lost, in seconds."""
     max_backlog_mb: Annotated[int, Field(ge=1, le=2047)] = 16

@@ -225,8 +225,8 @@ def _layer_groups(
 ) -> LayerGroups:
     """Return the KV groups of the model's layers.
 
-    All layers are in one group without a window if there is a draft model, which uses the same
-    block numbers as the model, or if this rank holds only some of the layers.
+    With a draft model, all layers are in one group without a window, because both models use the
+    same block numbers. If this rank holds only some of the layers, they are in one such group, too.
     """
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers
@@ -319,7 +319,7 @@ def _with_states(
 
 
 def _limits(settings: WorkerSettings, config: ModelConfig, device: torch.device) -> Limits:
-    """Return the limits, with `num_blocks` 0, because it is computed from the other limits.
+    """Return the limits; `num_blocks` is 0 and is set later, when the memory for KV is known.
 
     By default a worker on a CPU has 64 rows: with up to about 64 rows, a decode step of a 125M
     model takes as long as reading the weights, and with more rows it takes longer. By default a

@@ -11,7 +11,7 @@ from typing import Protocol
 from contract.info import MemoryLevel
 
 _NUM_BETTER = 5
-"""Number of better readings, one after another, after which the level becomes better."""
+"""The level becomes better after this many readings in a row that are better than the level."""
 _WARNING_SHARE = 0.03
 _CRITICAL_SHARE = 0.01
 

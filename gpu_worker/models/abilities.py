@@ -14,8 +14,8 @@ _MODES: Final = {
     "pooling_mode_mean_tokens": PoolingKind.MEAN,
     "pooling_mode_lasttoken": PoolingKind.LAST,
 }
-"""The kind of pooling that each of these fields of sentence-transformers' `1_Pooling/config.json`
-selects."""
+"""Maps a field of sentence-transformers' `1_Pooling/config.json` to the kind of pooling that the
+field selects."""
 _MODULES: Final = ("Transformer", "Pooling", "Normalize")
 
 

@@ -73,7 +73,10 @@ class AttentionMetadata:
         return self.by_group[pool.groups.group_of[layer]] if self.by_group else self
 
     def adapted(self, index: int, layer: LayerT) -> LayerT:
-        """Return the layer at this index, or a copy whose maps include the adapters' additions."""
+        """Return `layer` if no token has an adapter, else a copy that applies the adapters.
+
+        `index` is the index of the layer in `Adapter.layers`.
+        """
         return layer if self.adapters is None else self.adapters.onto(index, layer)
 
     @property

@@ -82,7 +82,8 @@ class ModelRunner:
         `before_launch` is called after a step's inputs are enqueued, right before the model runs.
 
         `takes_parts` allows splitting a step when memory is short. With several ranks `takes_parts`
-        is False, because all ranks would have to split the step in the same way.
+        is False: if one rank is short of memory, all ranks would have to split the step, and in the
+        same way.
 
         `is_all_known`: whether `rows` has the values of all earlier tokens when a step begins. If
         not, a decoding row's last token is read from the device.
@@ -324,6 +325,9 @@ class ModelRunner:
 
 
 def _kept(sampled: Sampled) -> Sampled:
-    """Copy the samples of a part, because the next part may replay the graph that writes them."""
+    """Copy the samples of one part of a split step.
+
+    The next part may replay the same CUDA graph, which would overwrite the samples.
+    """
     token_ids, is_finite = sampled.token_ids.clone(), sampled.is_finite.clone()
     return replace(sampled, token_ids=token_ids, is_finite=is_finite)

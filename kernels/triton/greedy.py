@@ -72,7 +72,7 @@ def greedy(logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Compute `kernels.reference.greedy`; the stride of `logits` over S may be any.
 
     Raises:
-        ValueError: `logits` is not 2-dimensional, is not a float, or its rows are not dense.
+        ValueError: `logits` is not 2-dimensional, has no float dtype, or has no dense rows.
     """
     check_float("logits", logits, 2)
     num_seqs, num_tokens = logits.shape

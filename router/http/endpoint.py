@@ -34,9 +34,9 @@ CallHandler: TypeAlias = Callable[[web.Request, CallId], Awaitable[web.StreamRes
 
 
 def endpoint(handler: CallHandler) -> HttpHandler:
-    """Wrap `handler`: add the call's trace context, and the call's id to the response.
+    """Return a function that runs `handler` in the trace context that the client sent.
 
-    An error that `handler` raises becomes a response.
+    The response gets the call's id in a header. An error that `handler` raises becomes a response.
     """
 
     @functools.wraps(handler)
@@ -80,7 +80,11 @@ async def _fail(
 
 
 def is_resumable(request: web.Request) -> bool:
-    """Return the value of the header `X-Quire-Resumable`; may raise InvalidArgumentError."""
+    """Return whether the header `X-Quire-Resumable` is true; without the header, return False.
+
+    Raises:
+        InvalidArgumentError: The header is neither true nor false.
+    """
     text = request.headers.get(RESUMABLE_HEADER, "false").lower()
     if text not in ("true", "false"):
         raise InvalidArgumentError(

@@ -4,8 +4,8 @@ A parser is a generator that yields whenever it needs more text. Methods that ma
 generators, too (`yield from`). The results of these methods do not depend on how the text is cut
 into pieces, so a parser's results do not depend on the cuts either.
 
-A source keeps the text read since the last call of `mark`. If this text turns out not to be a call,
-the parser passes the text on as plain text.
+A parser calls `mark` before it reads what may be a tool call. The source keeps the text read since
+the mark. If this text turns out not to be a tool call, the parser passes it on as plain text.
 """
 
 import re

@@ -157,7 +157,10 @@ def _check_searches(core: Scheduler, live: list[Sequence]) -> None:
 
 
 def _check_windows(core: Scheduler, seq: Sequence) -> None:
-    """Check that a sequence holds the blocks that its next tokens see, and at most `num_needed`."""
+    """Check that a sequence holds all blocks that its next tokens read, and not too many blocks.
+
+    The limit on its blocks is `KvGroups.num_needed`.
+    """
     if core.groups.is_plain:
         return
     num_computed = core.running.num_computed_tokens(seq)

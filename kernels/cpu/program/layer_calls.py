@@ -1,4 +1,7 @@
-"""Makes the calls of C kernels for one decoder layer, for all steps that fit a workspace.
+"""Makes the calls of C kernels for one decoder layer.
+
+The calls become part of a `kernels.cpu.library.Program`, which serves all steps that fit into its
+workspaces.
 
 Symbols: `T` tokens, `N` of them whose final hidden states are wanted, `S` sequences, `H` query
 heads, `HKV` kv heads, `D` head dim, `E` hidden size, `I` intermediate size.
@@ -22,7 +25,7 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class RowFields(NamedTuple):
-    """The names of the numbers that describe all tokens of a step, or only the wanted tokens."""
+    """The `StepField`s for all tokens of a step (`ALL`), or for the wanted tokens (`WANTED`)."""
 
     num: Field
     starts: Field

@@ -40,8 +40,8 @@ def paged_attention_decode(
 
     With `window` only the last `window` positions are read and attended to. With `softcap` each
     score x becomes `softcap * tanh(x / softcap)`. `sinks`, fp32 [H], has one more score for each
-    head. This score is only added in the softmax's denominator: it has no value, and `scale` and
-    `softcap` do not change it.
+    head. This score counts only in the softmax's denominator: it belongs to no position and no V,
+    and `scale` and `softcap` do not change it.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says; K and V are the stored numbers times their scales, rounded to the

@@ -1,9 +1,10 @@
 """The tools of a response: functions, groups of functions, and hosted tools.
 
 A hosted tool, such as a web search, runs on OpenAI's servers; Quire runs no tools. Agents offer
-some hosted tools by default. Because a model need not use a tool that it is offered, Quire does not
-show these tools to the model, and a header of the answer names them. Quire refuses all other hosted
-tools by name, and each `tool_choice` that names a hosted tool.
+some hosted tools by default. A request with these tools is served, but Quire does not show these
+tools to the model, and a header of the answer names them. This is allowed, since a model need not
+use a tool that it is offered. A request is refused if it offers any other hosted tool, or if its
+`tool_choice` names a hosted tool.
 """
 
 from collections.abc import Iterator, Mapping, Sequence

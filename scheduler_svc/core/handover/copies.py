@@ -87,8 +87,8 @@ class Copies:
         A block that only the device has is copied to the host first. The loan has only the
         blocks before the first block that neither pool has or that cannot be copied. A block cannot
         be copied if the host has no room, or if the loan has copied `max_swap_blocks` blocks
-        already. No block can be copied while swap-ins are pending: a step cannot copy in both
-        directions, and sequences wait for the swap-ins.
+        already. While swap-ins are pending, no block is copied: a step copies in one direction
+        only, so a copy to the host would delay the sequences that wait for the swap-ins.
         """
         num_left = 0 if self._tier.has_unsent_swap_ins else self._max_copied
         held: list[HostBlockId] = []

@@ -1,13 +1,14 @@
 """The disk tier: its blocks, and moves between disk blocks and host blocks.
 
-A plan starts a move, and the result of its step or of a later step reports the end of the move. The
-next plan starts all pending stores, because this plan may overwrite the host blocks to store.
-Pending loads start oldest first, at most `max_disk_moves` at a time, and never wait for stores.
+A plan starts a move, and the result of the plan's step or of a later step reports the end of the
+move. A pending store always starts with the next plan, because the same plan may overwrite the host
+block; the worker starts a plan's stores before its swaps. Pending loads start oldest first, at most
+`max_disk_moves` at a time, and never wait for stores.
 
 Swapped sequences may hold disk blocks. Moves hold blocks, too:
 
     a store   holds its disk block from the call of `demote` or `keep` until the store ends. No
-              lookup finds the disk block before, since it has no valid content yet.
+              lookup finds the disk block before the store ends.
     a load    holds its disk block and its host block from the call of `load` until the load ends.
               No lookup finds the host block before the load ends.
 """
@@ -70,7 +71,8 @@ class DiskTier:
     def is_busy(self) -> bool:
         """Whether moves are in progress.
 
-        While moves are in progress, the worker delays the result of an empty step until one ends.
+        While moves are in progress, the worker delays the result of an empty step until a move
+        ends.
         """
         return bool(self._stores or self._loads)
 
