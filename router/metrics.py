@@ -129,7 +129,7 @@ class ModelMetrics:
 
 @cache
 def of_model(model_name: str) -> ModelMetrics:
-    """Return the metrics of a model, by its name in the router's flags."""
+    """Return the metrics of the model that the router's flags name `model_name`."""
     return ModelMetrics(
         model_name,
         NUM_REQUESTS_LIVE.labels(model_name),

@@ -1,7 +1,7 @@
 """Converts plans and results to protobuf and back.
 
-Arrays are packed in `bytes` and unpacked without a copy. Only new sequences, pins, vectors and
-log-probabilities are converted one by one.
+An array of integers becomes a field of type `bytes`, and is unpacked without a copy. Only new
+sequences, pins, vectors and log-probabilities are converted element by element.
 """
 
 import math
@@ -121,7 +121,7 @@ def plan_to_proto(plan: Plan, epoch: int, step_id_base: int) -> worker_pb2.StepB
 def plan_from_proto(
     batch: worker_pb2.StepBatch, limits: Limits, read_sampling: SamplingReader
 ) -> Plan:
-    """Parse a batch; the caller checks its epoch.
+    """Parse a batch, except its epoch, which the caller checks.
 
     Raises:
         InvalidArgumentError: A field is malformed or out of range.

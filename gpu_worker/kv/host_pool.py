@@ -49,9 +49,9 @@ class HostRegistry(Protocol):
 def pinned_bytes(num_bytes: int, registry: HostRegistry) -> torch.Tensor:
     """Allocate uint8[num_bytes], zeroed and pinned; `num_bytes` must be at least 1.
 
-    The memory is unpinned and freed with its last view. Torch's own allocator for pinned memory
-    rounds up to a power of two, such as 5 GiB to 8 GiB. So this function uses torch's allocator
-    only if CUDA cannot register the memory, and then logs a warning.
+    The memory is unpinned and freed when no tensor views it any more. Torch's own allocator for
+    pinned memory rounds up to a power of two, such as 5 GiB to 8 GiB. So this function uses torch's
+    allocator only if CUDA cannot register the memory, and then logs a warning.
     """
     memory = mmap.mmap(-1, num_bytes)
     array = np.frombuffer(memory, np.uint8)
@@ -81,8 +81,8 @@ def _unpin(registry: HostRegistry, address: int, _memory: mmap.mmap) -> None:
 
 
 _CODED_BYTES = {"cuda": 16 * 1024**2, "cpu": 1024**2}
-"""Bytes encoded or decoded at once, by device. A codec's workspace is several times this size; on a
-CPU the workspace should fit in the caches."""
+"""How many bytes of blocks a codec encodes or decodes at once, by type of device. The codec's
+workspace is several times this size; on a CPU the workspace should fit in the caches."""
 STAGING_BYTES = 64 * 1024**2
 """Size of the staging area on a GPU. A copy of this size to the host takes about a
 millisecond."""
@@ -155,7 +155,7 @@ class HostPool:
         self._meter.count_ended()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
-        """Copy device blocks `src`, as earlier steps left them, to host blocks `dst`.
+        """Copy device blocks `src` to host blocks `dst`, before the step can overwrite `src`.
 
         Args:
             src: int32[N] device blocks.
@@ -202,14 +202,14 @@ class HostPool:
         return dst[~is_intact]
 
     def accept(self, blocks: Int32Array) -> None:
-        """Treat the current contents of int32[N] host blocks as intact: store their checksums."""
+        """Store the checksums of int32[N] host blocks; called when the blocks have been filled."""
         if self._checksums is not None:
             self._await_stores()
             for block in blocks.tolist():
                 self._checksums[block] = self._checksum(block)
 
     def read(self, block_ids: Int32Array) -> bytes | None:
-        """Return the contents of int32[N] host blocks; None if any has changed since its write."""
+        """Return the contents of int32[N] host blocks; None if a block's checksum is wrong."""
         if not self._are_intact(block_ids):
             return None
         return self._host_blocks.numpy()[block_ids].tobytes()
@@ -242,7 +242,7 @@ class HostPool:
             self._streams.synchronize()
 
     def _store_staged(self, src: Int32Array, dst: Int32Array, staging: torch.Tensor) -> None:
-        """Gather the blocks in the staging area, and store them while the device computes."""
+        """Gather blocks `src` in `staging`; copy them to the host while the device computes."""
         assert self._streams is not None, "only called with a staging area"
         self._streams.begin_staging()
         order = np.argsort(dst)  # in this order only gaps between host blocks break runs

@@ -59,7 +59,9 @@ async def read_kv(
     block_bytes: int,
     transfer: NixlEngine | None = None,
 ) -> AsyncGenerator[worker_pb2.ReadKvResponse]:
-    """Yield int32[N] blocks in pieces, in order: their contents, or where to read the contents.
+    """Yield messages with the contents of int32[N] blocks, in order.
+
+    With `transfer` the messages have addresses and checksums instead of the contents.
 
     Args:
         blocks: This worker's host blocks.

@@ -11,7 +11,7 @@ from gpu_worker.sampling.sampler import Sampler
 from gpu_worker.step.rows import Rows
 
 Guesses: TypeAlias = list[Int32Array]
-"""The guessed next tokens of each row, in order."""
+"""One array for each row, in the order of the rows: the guesses for the row's next tokens."""
 
 
 class Drafter(Protocol):
@@ -20,14 +20,14 @@ class Drafter(Protocol):
         """The largest number of tokens that `guess` returns for a row; at least 1."""
 
     def prepare(self, plan: Plan, rows: Rows) -> None:
-        """Process a step's changes. Called for each step, after the plan was applied to `rows`."""
+        """Process the changes in a step's plan; called in each step, after `rows.apply(plan)`."""
 
     def catch_up(self, rows: Rows, drafting: Int64Array) -> BoolArray:
         """Process the known tokens of decoding rows, as far as the limit on a step's tokens allows.
 
         Args:
-            rows: Has the values of all known tokens of `drafting`.
-            drafting: int64[N], rows.
+            rows: Has the ids of all known tokens of the rows in `drafting`.
+            drafting: int64[N]: the numbers of the decoding rows.
 
         Returns:
             bool[N]: for each row, whether `guess` may be called in this step.

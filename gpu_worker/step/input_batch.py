@@ -1,4 +1,4 @@
-"""Gathers a step's model inputs from the rows.
+"""Gathers the model's inputs for a step from `Rows`, the state of the running sequences.
 
 Symbols: `T` tokens, `S` sequences, `N` sampled tokens, `M` blocks of the longest block table.
 """
@@ -164,8 +164,8 @@ def build_input_batch(
     """Gather a step's inputs, without waiting for the device.
 
     Args:
-        rows: The rows, after `apply`.
-        scheduled: The result of `apply`; has at least one token.
+        rows: The rows, after `Rows.apply` for this step.
+        scheduled: The result of `Rows.apply`; has at least one token.
         last_token_ids: int64[max_num_seqs] on the device: each row's newest sampled token.
         block_size: Token slots of a block.
         is_all_known: Whether `rows` has the ids of all of the step's tokens. If not, the ids of

@@ -20,13 +20,16 @@ class CallKey:
     """A hash of the call, to detect a different call with the same key."""
 
     def check(self, fingerprint: bytes) -> None:
-        """Raise AlreadyExistsError if the earlier call with the key was a different call."""
+        """Raise AlreadyExistsError if the key belongs to a different call.
+
+        `fingerprint` is the hash of the first call that had the key.
+        """
         if fingerprint != self.fingerprint:
             raise AlreadyExistsError(f"{HEADER} {self.key!r} belongs to another request")
 
 
 def idempotency_key(headers: Mapping[str, str]) -> str | None:
-    """Return a call's key; raises InvalidArgumentError if the key is invalid."""
+    """Return a call's key, None if it has none; may raise InvalidArgumentError."""
     key = headers.get(HEADER)
     if key is None or (1 <= len(key) <= MAX_KEY_CHARS and key.isascii() and key.isprintable()):
         return key
@@ -36,6 +39,6 @@ def idempotency_key(headers: Mapping[str, str]) -> str | None:
 
 
 def call_key(headers: Mapping[str, str], fingerprint: bytes) -> CallKey | None:
-    """Return the key and fingerprint of a call that has a key; may raise InvalidArgumentError."""
+    """Return a `CallKey`, None if the call has no key; may raise InvalidArgumentError."""
     key = idempotency_key(headers)
     return None if key is None else CallKey(key, fingerprint)

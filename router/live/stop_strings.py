@@ -10,8 +10,8 @@ class StopMatcher:
     not depend on how the text is cut into pieces.
 
     For each stop string, the matcher remembers how many characters at the end of the text match the
-    string's beginning. The next search begins at the first of these characters. So the cost is
-    linear in the length of the text.
+    string's beginning. The next search begins at the first of these characters and skips
+    all earlier text. So the cost is linear in the length of the text.
     """
 
     def __init__(self, stop: Iterable[str], *, include_in_output: bool) -> None:
@@ -27,7 +27,7 @@ class StopMatcher:
         self._held = ""
 
     def push(self, piece: str) -> str:
-        """Add a piece; return the text that cannot belong to a stop string.
+        """Add a piece of the output's text; return the text that may now be sent.
 
         The end of the text is held back as long as it matches the beginning of a stop string. After
         a full match the rest of the piece is dropped.
@@ -54,7 +54,7 @@ class StopMatcher:
         return text[:certain]
 
     def flush(self) -> str:
-        """Return the text that was held back, once the output has ended; "" after a match."""
+        """At the end of the output, return the text that is still held back; "" after a match."""
         held, self._held = self._held, ""
         return held
 

@@ -1,4 +1,4 @@
-"""The databases of turns: the interface, SQLite, and the migrations of the schema."""
+"""The databases that can store turns: the interface, SQLite, and the migrations of the schema."""
 
 import asyncio
 import sqlite3
@@ -130,7 +130,7 @@ class SqliteConnection:
 
 
 _BUSY_S: Final = 5.0
-"""How long a transaction waits for another process's transaction."""
+"""How many seconds a transaction waits for another process's transaction to end."""
 
 
 def migrate(connection: DatabaseConnection) -> None:
@@ -272,9 +272,9 @@ MIGRATIONS: Final[Sequence[Sequence[str]]] = (
         "CREATE INDEX files_expiring ON files (expires_at) WHERE expires_at IS NOT NULL",
     ),
 )
-"""For each version of the schema, the statements that upgrade the version before it.
+"""Entry i has the statements that upgrade the schema from version i to version i + 1.
 
-Released statements never change.
+Version 0 is an empty database. Released statements never change.
 
 SQLite and PostgreSQL both accept these statements, although the types are those of PostgreSQL:
 SQLite accepts any type name and stores bytes unchanged.
@@ -282,7 +282,7 @@ SQLite accepts any type name and stores bytes unchanged.
 
 
 def open_database(place: str) -> Database:
-    """Return the database of `--turn-store`, which connects when needed."""
+    """Return the database that `place`, the value of `--turn-store`, names; do not connect yet."""
     if place.startswith(("postgresql://", "postgres://")):
         from router.stored_turns.postgres import PostgresConnection  # noqa: PLC0415 - an extra
 

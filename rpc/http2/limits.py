@@ -1,4 +1,4 @@
-"""Limits on what clients of the HTTP/2 server may send and open."""
+"""Limits on the messages, frames, calls and connections of the HTTP/2 server's clients."""
 
 from dataclasses import dataclass
 from typing import Final

@@ -57,7 +57,7 @@ def load_to_proto(
     Args:
         loads: The load of each attached worker.
         num_unplaced_seqs: Number of sequences that have not been sent to a worker.
-        spaces: The space report of each attached worker.
+        spaces: The report of each attached worker on its block space.
         num_unloaded_workers: Number of workers without a model.
     """
     message = common_pb2.Load(

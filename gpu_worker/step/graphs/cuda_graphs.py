@@ -17,7 +17,7 @@ graph."""
 
 
 class Forward(Protocol):
-    """`Decoder.forward`: the part of a model that graphs contain."""
+    """The type of `Decoder.forward`, the part of a model that is captured in graphs."""
 
     def __call__(
         self,

@@ -26,10 +26,10 @@ _PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 
 @dataclass(frozen=True, slots=True)
 class MessageCall:
-    """One call of /v1/messages, with the plan for its output."""
+    """One call of /v1/messages, and how its output is constrained and parsed (`plan`)."""
 
     request: GenerateRequest
-    """The request before the output plan changes it."""
+    """The request without the constraints of `plan`."""
     plan: OutputPlan
     body: MessagesBody
 
@@ -54,7 +54,7 @@ class MessageCall:
         return content.stop_reason(finished, is_context_full=is_context_full)
 
     def head(self, live: LiveRequest) -> Json:
-        """Return the JSON of the message before it has content."""
+        """Return the JSON of a message whose content is still empty."""
         return {
             "id": f"msg_{self.request_id}",
             "type": "message",

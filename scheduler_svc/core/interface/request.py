@@ -77,23 +77,25 @@ class Request:
     policies, only the lowest priority matters: requests with the lowest priority go last."""
     tenant: str = ""
     deadline: float | None = None
-    """When the request expires, in seconds of the caller's clock; None: never."""
+    """When the request expires, in seconds, by the same clock as the argument `now` of the core's
+    methods; None: never."""
     reads_prefix_cache: bool = True
     """Whether the request may use cached KV; if not, its whole prompt is computed."""
     pools: bool = False
     """Whether the worker computes an embedding or a score of the prompt instead of drawing tokens.
-    The core treats it as a request for one token. Its sequence starts over when it loses its row or
-    its scheduler, because the worker keeps the unfinished result with the row."""
+    The core treats the request like one that asks for a single token. The request's sequence starts
+    over when it loses its row or its scheduler, because the worker keeps the unfinished result with
+    the row."""
     cache_pin_s: float | None = None
     """How long the prompt's full blocks are pinned after they are computed; None: no pin."""
     beam: BeamParams | None = None
     """If set, search for the `n` likeliest outputs instead of sampling. `sampling` then asks the
     worker for the likeliest next tokens, and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """One entry per sequence of a resubmitted request; a search's entries have no tokens. Empty
-    for a new request."""
+    """One entry per sequence of a resubmitted request; empty if no sequence had produced a token or
+    ended, and for a new request. The entries of a beam search have no tokens."""
 
     @property
     def is_background(self) -> bool:
-        """Whether the request has the lowest priority, like all requests of a batch."""
+        """Whether the request has the lowest priority, like every request from `/v1/batches`."""
         return self.priority == -MAX_PRIORITY
