@@ -47,7 +47,7 @@ class BatchInvariantAttention:
         scale: float,
         **options: Any,
     ) -> Callable[[Sequences], object]:
-        """Do as `ops.prepare_prefill`, with `is_whole` set."""
+        """Do as `ops.prepare_prefill`, but never split a sequence's positions into parts."""
         return ops.prepare_prefill(query, key_cache, value_cache, scale, is_whole=True, **options)
 
     def _as_chunks(self, decodes: Sequences) -> Sequences:

@@ -24,7 +24,7 @@ _PART: Final = re.compile(r"(.*)-(\d{5})-of-(\d{5})\.gguf")
 
 
 def lay_out(path: Path, cache_dir: Path) -> Path:
-    """Return the directory of a GGUF file; make it in `cache_dir` if it is missing.
+    """Return the Hugging Face directory for a GGUF file; make it unless `cache_dir` has it.
 
     Args:
         path: The file; any of the files if the model has several.

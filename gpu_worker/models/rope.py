@@ -44,7 +44,7 @@ class LinearScaling:
 
 @dataclass(frozen=True, slots=True)
 class Llama3Scaling:
-    """Llama 3.1's scaling: low rotary frequencies are divided, high ones kept."""
+    """Llama 3.1's scaling: low rotary frequencies are divided by `factor`, high ones kept."""
 
     factor: float
     low_freq_factor: float

@@ -157,7 +157,7 @@ def text_part(fields: JsonFields) -> JsonFields:
 def plain_rope(rope: Mapping[str, object]) -> Mapping[str, object]:
     """Turn a rotary embedding with three positions per token into a plain one.
 
-    The three positions of a text token are equal.
+    A text token needs only one position, because its three positions are equal.
     """
     return {
         name: "default" if value == "mrope" else value

@@ -42,7 +42,7 @@ class Attachments:
         """Begin a scheduler's attachment. A scheduler may attach again.
 
         Raises:
-            InvalidArgumentError: The epoch is 0, or too far ahead of the clock.
+            InvalidArgumentError: The epoch, which is a time, is 0 or too far in the future.
             StaleEpochError: A scheduler with a newer epoch has attached.
         """
         before = self.newest

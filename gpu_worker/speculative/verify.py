@@ -14,12 +14,12 @@ The KV of a wrong guess stays until the token at its position is computed. This 
 because no row reads a slot past its own known tokens, and the scheduler publishes no block with
 such a slot.
 
-The verification is exact for any sampling. A draw depends only on seed, position and logits
-(`draw.py`). So the token at a position is the same whether or not its context was guessed, except
-that the last bits of logits may differ between a chunk and a single token. How guesses are made
-does not matter. If each draw had fresh random numbers, the rejection rule of Leviathan et al. (Fast
-Inference from Transformers via Speculative Decoding, 2023) would be needed to keep the
-distribution. Quire's draws use no fresh random numbers, so even the output itself stays the same.
+Guesses do not change the output, at any temperature and however they are made. A draw depends only
+on seed, position and logits (`draw.py`). So the token at a position is the same whether or not its
+context was guessed. There is one exception: the last bits of logits may differ between a chunk and
+a single token. If each draw used fresh random numbers, guesses would change the output. Then the
+rejection rule of Leviathan et al. (Fast Inference from Transformers via Speculative Decoding, 2023)
+would be needed, so that at least the probabilities of the tokens stay the same.
 
 Rows with penalties or a grammar get no guesses, because their logits depend on every token sampled
 before.
@@ -120,7 +120,7 @@ class Speculation:
         return kept
 
     def advance(self, scheduled: ScheduledRows, has_sampled: BoolArray, seconds: float) -> None:
-        """Count the tokens that decoding rows gained, and learn from the counts.
+        """Record how many tokens each decoding row gained; `DraftLengths` learns from the numbers.
 
         Args:
             scheduled: The step.
@@ -184,7 +184,10 @@ class Speculation:
 
 
 def _with_guesses(scheduled: ScheduledRows, num_guessed: Int64Array, rows: Rows) -> ScheduledRows:
-    """Let decoding rows compute `num_guessed` more tokens each; rows without guesses come first."""
+    """Return `scheduled` with `num_guessed` more tokens to compute for each decoding row.
+
+    In the returned rows, decoding rows without guesses come first.
+    """
     num_decoding = scheduled.num_decodes
     order = np.argsort(num_guessed > 0, kind="stable")  # [num_decoding]
     where = np.concatenate([order, np.arange(num_decoding, len(scheduled.rows))])  # [S]

@@ -25,7 +25,7 @@ class Detokenizer:
         self._is_within_character = False
 
     def push(self, token_id: int) -> str:
-        """Return the text that this token completes; "" within a character."""
+        """Return the characters that this token completes; "" if it completes none."""
         if token_id >= len(self._pieces):
             return ""  # models may pad their vocabulary beyond the tokenizer's
         piece = self._pieces[token_id]

@@ -35,7 +35,7 @@ class Operators:
         """Check that the caller is an operator.
 
         Args:
-            peer: The caller as gRPC names it: ipv4:127.0.0.1:52134, or unix:.
+            peer: The caller as gRPC names it, such as "ipv4:127.0.0.1:52134" or "unix:".
             what: The operation, for the error's message, such as "loads models".
 
         Raises:

@@ -142,7 +142,7 @@ class Engine:
         """Attach the worker, and run a session until the worker is lost.
 
         Returns:
-            Whether the worker has returned a result.
+            Whether the worker returned the result of any step before it was lost.
 
         Raises:
             UnavailableError: The worker cannot be attached.

@@ -92,7 +92,10 @@ class GroupedExperts:
         return self.down(gated, ends, None, places, num_rows)
 
     def compile(self, row: torch.Tensor) -> None:
-        """Launch each variant of the kernels once, so that none is compiled while serving."""
+        """Launch each variant of the kernels once, so that none is compiled while serving.
+
+        `row` is an example of an activation, `[1, E]`.
+        """
         for num_rows in fewest_rows(len(self.numbers)):
             places = self.numbers.new_zeros(num_rows)
             self._products(row, torch.zeros_like(self.numbers, dtype=torch.int32), places, places)
@@ -103,8 +106,8 @@ def make_experts(
 ) -> Experts | GroupedExperts:
     """Make `GroupedExperts` on a GPU if kernels support the experts' maps, otherwise `Experts`.
 
-    All experts have the same gate. `row` is `[1, E]`, of any values, with the dtype and device of
-    activations.
+    All experts have the same gate. `row` is an example of an activation, `[1, E]`: only its dtype
+    and device matter.
     """
     if gpu_linear.is_here(row.device):
         gate_up = group([each.gate_up for each in experts])
@@ -124,7 +127,8 @@ class ExpertsAndShared:
     routed: FeedForward
     shared: GatedMlp
     gate: Linear | None = None
-    """E to 1: the logit of the shared expert's share; None: the share is 1."""
+    """Maps `[T, E]` to `[T, 1]`; the shared expert's share is the sigmoid of the result. None: the
+    share is 1."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, E]` to `[T, E]`."""

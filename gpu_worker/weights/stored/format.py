@@ -22,7 +22,7 @@ _WHOLE: Final = -1
 
 
 class Packing(Enum):
-    """The order of integers in 32-bit words; lowest bits first."""
+    """The order in which 32-bit words hold integers, starting with a word's lowest bits."""
 
     AWQ = "awq"
     """Integers are packed along N; each word has outputs 0, 2, 4, 6, 1, 3, 5, 7: the "gemm"
