@@ -54,15 +54,19 @@ class FarStore:
     """Blocks in a shared store. Called from one event loop."""
 
     def __init__(self, system: Any, root: str, identity: bytes, max_bytes: int) -> None:
-        """`system` is an fsspec file system; KV takes about `max_bytes` in its directory `root`."""
+        """Open the store in the directory `root` of `system`, an fsspec file system.
+
+        `identity` stands for the model and the KV's layout. When blocks take more than about
+        `max_bytes` in `root`, the oldest are deleted.
+        """
         self._system = system
         self._root = f"{root}/quire-kv"
         self._directory = f"{self._root}/{identity.hex()[:32]}"
         self._max_bytes = max_bytes
         self._loads: _Work = queue.SimpleQueue()
         self._turns = asyncio.Semaphore(_NUM_THREADS)
-        """Limits loads to the number of threads, so a load gets a thread at once unless the store
-        hangs."""
+        """Each load holds one of these permits, and there are as many permits as threads. So a load
+        gets a thread at once, unless loads that timed out still keep threads busy."""
         self._stores: _Work = queue.SimpleQueue()
         self._num_storing_bytes = 0
         self._num_unswept_bytes = max_bytes  # the first store sweeps the directory

@@ -70,7 +70,7 @@ class ModelSource(Protocol):
 
     @property
     def local_config(self) -> ModelConfig:
-        """The config of this rank's part, if the model is on several devices."""
+        """The config of this rank's part of the model; equal to `config` on a single device."""
 
     def load(
         self,
@@ -210,8 +210,8 @@ def open_model(
         model_class: The setting of that name.
         quantization: How to quantize the weights; None: not at all.
         place: Which part of the model to load.
-        max_model_len: The longest sequence, in tokens; None: the model's longest. With LongRoPE, it
-            decides between the short and the long factors.
+        max_model_len: The longest sequence, in tokens; None: the model's longest. In a model with
+            LongRoPE, a length above `original_max_position_embeddings` selects the long factors.
         is_dummy: Whether to draw random weights instead of reading them.
         is_batch_invariant: Whether, on a GPU, no bit of a row's result may depend on other rows.
 

@@ -58,7 +58,8 @@ class BusyClock:
 
 
 HEAD_START_S: Final = 0.002
-"""About the CPU time that worker, scheduler and router spend on one token."""
+"""How long a worker pauses (`head_start_s`): about the CPU time that worker, scheduler and router
+spend on one token."""
 _LEAST_LEN: Final = 30
 """Only a step that took at least this many times `HEAD_START_S` is followed by a pause, so that
 pauses cost at most a thirtieth of the time."""

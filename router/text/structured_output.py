@@ -240,8 +240,8 @@ def check_refs(root: object, field: str) -> None:
 
     A `$ref` must not lead back to itself without descending to a property or an item. At most
     `_MAX_JOINED_PATTERNS` patterns and formats may apply to the same string. Every `$ref` must be a
-    JSON pointer into the whole schema, `root`, so that this function can follow it. llguidance
-    reports a `$ref` that resolves to nothing.
+    JSON pointer into the whole schema, `root`, so that this function can follow it. Whether the
+    pointer leads to a value is not checked here, because llguidance checks it.
     """
     id_to_ids: dict[int, list[int]] = {}
     id_to_ref: dict[int, str] = {}

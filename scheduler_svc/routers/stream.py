@@ -18,9 +18,9 @@ messages."""
 class RouterStream:
     """The pending messages to one router, and the keys of its live sequences.
 
-    A router that reads as fast as steps end gets one message per step. For a slower router the
-    outputs of several steps are merged. If the pending messages exceed the limit
-    `max_backlog_bytes`, the stream ends.
+    A step's outputs become one message, if the router has read all earlier messages. Otherwise they
+    wait, and are merged with the outputs of the next steps into one message. If the pending
+    messages exceed the limit `max_backlog_bytes`, the stream ends.
     """
 
     def __init__(

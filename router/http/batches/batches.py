@@ -72,7 +72,7 @@ class Batches:
     turns: Turns
     retention_s: float
     max_line_bytes: int
-    """Limit on the bytes of a line; a call's body has the same limit."""
+    """Limit on the bytes of a line, the same as for the body of an HTTP call."""
     tick_s: float = _TICK_S
 
     def __post_init__(self) -> None:
@@ -236,7 +236,7 @@ class Batches:
     async def _fill(self, batch: Batch) -> None:
         """Make a turn of each line of a batch.
 
-        If the router dies, another router continues after the last stored line.
+        If the router dies, another router continues after the last line that has a turn.
         """
         content = await self.store.content(batch.tenant, batch.file_id)
         if content is None:
