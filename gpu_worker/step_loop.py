@@ -61,7 +61,7 @@ class _Call:
     function: Callable[[AnyExecutor], Any]
     result: "asyncio.Future[Any]"
     is_between_steps: bool = False
-    """Whether the job must run with no step in flight."""
+    """Whether all steps in flight must end before `function` runs."""
 
 
 class _Stop:

@@ -1,8 +1,9 @@
 """Heartbeats: how a process notices that a peer hangs or is lost.
 
-Every peer sends a message at least every `BEAT_S`. An open connection proves nothing: a hanging
-process keeps its connections, and the kernel accepts data for the process. A gRPC ping proves
-nothing either: gRPC answers pings while any thread of a process runs, even if the event loop hangs.
+Every peer sends a message at least every `BEAT_S`. An open connection does not prove that the
+peer works: a hanging process keeps its connections, and the kernel accepts data for the process. An
+answer to a gRPC ping does not prove it either: gRPC answers pings while any thread of a process
+runs, even if the event loop hangs.
 """
 
 BEAT_S = 0.25

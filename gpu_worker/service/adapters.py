@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from gpu_worker.lora.adapter import Adapter  # which imports torch
 
 AdapterLoader: TypeAlias = "Callable[[str, Path], Adapter]"
-"""Loads an adapter, given its name and directory, on any thread; raises QuireError."""
+"""Loads an adapter, given its name and directory. The loader may be called on any thread, and may
+raise QuireError."""
 
 _log = structlog.get_logger()
 
@@ -54,7 +55,10 @@ class AdapterServicer(adapters_pb2_grpc.AdapterServiceServicer):
         self._num_numbered = len(self._worker.adapters)
 
     async def close(self) -> None:
-        """Stop serving before the model is unloaded; wait for an adapter that is loading."""
+        """Wait for an adapter that is loading, then stop serving.
+
+        The model is unloaded after this call.
+        """
         async with self._lock:
             self._load = self._steps = None
 

@@ -70,7 +70,7 @@ def _part(scheduled: ScheduledRows, begin: int, end: int) -> ScheduledRows:
 
 
 class TokenLimit:
-    """The largest number of tokens to compute at once.
+    """The largest number of tokens that are computed together; a larger step is split into parts.
 
     The limit becomes half the number of tokens of a step that did not fit in memory, and doubles
     every 64 steps.
@@ -85,7 +85,7 @@ class TokenLimit:
         return self._most is None or num_tokens <= self._most
 
     def shrink(self, num_tokens: int) -> None:
-        """Set the limit to half of `num_tokens`, which did not fit."""
+        """Set the limit to half of `num_tokens`, the size of a step that did not fit in memory."""
         self._most, self._num_steps = max(1, num_tokens // 2), 0
 
     def count_step(self) -> None:

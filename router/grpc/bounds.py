@@ -57,7 +57,10 @@ class RefusedRequest:
 
 
 class RequestBounds(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
-    """Checks unparsed requests. Runs after `KeyInterceptor`, which sets the caller."""
+    """Checks requests before they are parsed: their size and fields, and the caller's quota.
+
+    `KeyInterceptor` must run first, because it finds out who the caller is.
+    """
 
     def __init__(self, cells: Cells, max_bytes: int) -> None:
         """`max_bytes` limits messages that may have a prompt, text or tokens (`--max-body-mb`)."""
@@ -122,7 +125,7 @@ def _first_number(data: bytes) -> int | None:
 
 
 def _begins_nothing(data: bytes) -> bool:
-    """Whether a message of `GenerateMany` resumes or leaves a request; neither needs quota."""
+    """Whether a `GenerateMany` message needs no quota, because it resumes or ends a request."""
     at = 0
     try:
         for _ in range(_MOST_ENVELOPE_FIELDS):

@@ -13,7 +13,8 @@ log = structlog.get_logger()
 
 HOUR_S: Final = 3600
 _MAX_ROWS: Final = 100_000
-"""Limit on the sums that are kept while the store fails."""
+"""At most this many new sums wait for the store. If the store fails for so long that more sums are
+needed, usage is lost."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,10 @@ UsageRows: TypeAlias = Mapping[tuple[int, UsageKey], Used]
 
 
 class UsageCounts:
-    """Sums up usage, and passes it to the store in numbered parts."""
+    """Sums up usage, and passes it to the store in parts.
+
+    The parts are numbered, so that the store adds a part only once, even if it gets the part twice.
+    """
 
     def __init__(self) -> None:
         self._new: dict[tuple[int, UsageKey], Used] = {}

@@ -1,4 +1,4 @@
-"""The live sequences of one scheduler; delivers the scheduler's events to their requests."""
+"""The live sequences of one scheduler; delivers each sequence's events to its request."""
 
 import asyncio
 import math

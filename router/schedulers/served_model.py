@@ -23,7 +23,10 @@ class ServedModel:
 
     @property
     def name(self) -> str:
-        """The name that requests use; if an operator loaded the model, the workers' name for it."""
+        """The model's name in requests.
+
+        If an operator loaded the model, this name comes from the workers, otherwise from the flags.
+        """
         model = self._schedulers.model
         return self._name if model is None or not model.directory else model.id
 
@@ -34,9 +37,9 @@ class ServedModel:
         return "" if model is None else model.directory
 
     def check_name(self, name: str) -> None:
-        """Raise `NotFoundError` unless `name` is the model or one of its adapters.
+        """Raise `NotFoundError` unless `name` is empty or names the model or one of its adapters.
 
-        Before a scheduler has connected, no adapters are known.
+        Before a scheduler has connected, no adapters are known, so their names are refused, too.
         """
         if name in ("", self.name):
             return
@@ -82,7 +85,7 @@ class ServedModel:
         return name in self._adapters()
 
     def has(self, name: str, digest: bytes) -> bool:
-        """Whether requests may name the adapter with this name and digest."""
+        """Whether requests can use an adapter that has this name and this digest."""
         return self._adapters().get(name) == LoraAdapter(name, digest)
 
     def _adapters(self) -> Mapping[str, LoraAdapter]:

@@ -6,18 +6,18 @@ By default ("prefix") a request goes to the worker with the lowest cost, in toke
                    + prompt tokens that the worker must compute before this request
                    + SEQUENCE_TOKENS * sequences at the worker
 
-The first two terms delay the request's first token. Mooncake's Conductor estimates the same two
-terms (queue + prefill; Qin et al., FAST 2025), but as a time; tokens suffice here, because the
-workers are alike. The third term is what decoding sequences cost each other, like the load term of
-Preble (Srivatsa et al., ICLR 2025). Without the third term, all requests that share a prefix would
-go to one worker as long as this worker's queue is short. If the first two terms are the same for
-all workers, the worker with the fewest sequences is chosen.
+The first two terms are the work before the request's first token. Mooncake's Conductor estimates
+the same two terms (queue + prefill; Qin et al., FAST 2025), but as a time; tokens suffice here,
+because the workers are alike. The third term is what decoding sequences cost each other, like
+the load term of Preble (Srivatsa et al., ICLR 2025). Without the third term, all requests that
+share a prefix would go to one worker as long as this worker's queue is short. If the first two
+terms are the same for all workers, the worker with the fewest sequences is chosen.
 
-With every method, workers with short memory come last, and prompts go to workers that prefill
-(`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all but a few
-of the prompt's tokens, and more of them than any prefill worker. For example, a decode worker gets
-the next turn of a conversation whose last answer this worker decoded. Beam searches cannot move to
-another worker, so they go to workers that decode.
+With every method, workers that are short of memory are chosen last, and prompts go to workers that
+prefill (`WorkerInfo.role`), if there are any. A decode worker takes a prompt if it has cached all
+but a few of the prompt's tokens, and more of them than any prefill worker. For example, a decode
+worker gets the next turn of a conversation whose last answer this worker decoded. Beam searches
+cannot move to another worker, so they go to workers that decode.
 """
 
 from collections.abc import Callable, Iterable, Sequence
@@ -44,8 +44,10 @@ SEQUENCE_TOKENS: Final = 64
 weighs as much as 32 sequences. `bench/placement.py --sweep` shows that values from 16 to 256 do
 about as well."""
 MAX_BESIDE_DECODES: Final = 256
-"""A decode worker computes at most this many prompt tokens of a request whose prefix it has cached:
-about as many as a GPU computes while it reads the weights of an 8B model."""
+"""If there are prefill workers, a decode worker takes a prompt only if its prefix cache lacks at
+most this many of the prompt's tokens. So few tokens hardly lengthen a step that decodes: a GPU
+computes about as many while it reads the weights of an 8B model, and every step reads the weights.
+"""
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
@@ -66,14 +68,14 @@ class WorkerLoad:
 
     num_running: int
     num_waiting: int
-    """Waiting sequences, including those in commands that are not applied yet."""
+    """Sequences in the queue of the worker's core, or on the way to this queue."""
     max_waiting: int
     max_request_len: int
     """The limit on the tokens of one sequence."""
     num_queued_tokens: int = 0
-    """Known tokens to compute, including those in commands that are not applied yet."""
+    """Known tokens to compute, including those of sequences on the way to the queue."""
     is_memory_short: bool = False
-    """Whether short memory limits how many sequences the worker runs."""
+    """Whether the worker is short of memory, which limits how many sequences it runs."""
 
     @property
     def num_seqs(self) -> int:
@@ -142,7 +144,8 @@ class Placer:
             request: The request. If it is too long for every worker, it goes to a worker with the
                 largest limit, which will refuse it and name the limit.
             workers: At least one worker.
-            can_refuse: Whether workers without room in their queues are excluded.
+            can_refuse: Whether the request may be refused. If it may, workers without room in
+                their queues are excluded.
 
         Returns:
             The best worker, or the first of several equal ones; None: no worker has room.
@@ -225,7 +228,7 @@ class UnplacedRequests:
         return [each.command for each in self._take(lambda _: True)]
 
     def take_without_worker(self) -> list[SubmitRequest]:
-        """Remove and return the commands that wait for any worker."""
+        """Remove and return the commands that any worker may take: those without a `worker`."""
         return [each.command for each in self._take(lambda each: each.worker is None)]
 
     def take(self, source: SourceId, first_seq_key: SeqKey) -> SubmitRequest | None:
@@ -286,7 +289,10 @@ def _num_tokens_left(request: Request, num_tokens: int, workers: Sequence[Worker
 
 
 def num_known_tokens(request: Request) -> int:
-    """Return an upper bound on the tokens to compute before the request's next token."""
+    """Return an upper bound on the tokens to compute before the request's next token.
+
+    It is a bound, because parts of the prompt may be cached, or shared by several outputs.
+    """
     num_prompt_tokens = len(request.prompt_token_ids)
     outputs = [output for output in request.outputs if not output.finished]
     if not outputs:
@@ -321,9 +327,9 @@ def _candidates(
 ) -> list[int]:
     """Return the indexes of the workers that may take a request.
 
-    Only the workers with the indexes `own` are considered. Workers with short memory are left out
-    if another worker can take the request. But if sequences wait at all other workers, a worker
-    with short memory at which no sequence waits is kept.
+    Only the workers with the indexes `own` are considered. Workers that are short of memory are
+    left out if another worker can take the request. But if sequences wait at all other workers, a
+    worker that is short of memory is kept if no sequence waits there.
     """
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens

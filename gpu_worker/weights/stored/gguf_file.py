@@ -1,8 +1,9 @@
 """Reads the tensors of a GGUF file, with the names and the order of rows that `transformers` uses.
 
-A quantized matrix of a layer appears as its blocks: its name ends with the type instead of
-"weight", as in `model.layers.0.mlp.up_proj.Q4_K`. Other quantized tensors, such as the embedding,
-are decoded when they are read.
+A quantized matrix of a layer is not decoded when it is read: it stays in GGUF's blocks of quantized
+weights. To say so, the tensor's name ends with the type of the blocks instead of "weight", as in
+`model.layers.0.mlp.up_proj.Q4_K`. Other quantized tensors, such as the embedding, are decoded when
+they are read.
 """
 
 import re

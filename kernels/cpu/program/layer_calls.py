@@ -89,10 +89,12 @@ class LayerCalls:
             before: The workspace of the previous layer; None for the first layer.
             work: The workspace to which the layer's calls write.
             attention: The calls that `attend` returned for this layer.
-            ahead: What the layer's maps prefetch, by the maps' names in MAPS.
-            wanted: The workspace for the wanted tokens, given only for the last layer if some
-                tokens are not wanted. Keys and values are stored for all tokens; the rest is
-                computed for the wanted tokens only.
+            ahead: Which keys and values each linear map of the layer prefetches for a later call of
+                attention; the keys of `ahead` are names in MAPS.
+            wanted: The workspace for the tokens whose final hidden states are wanted. It is given
+                only for the last layer, and only if some tokens are not wanted. Then the layer
+                stores keys and values of all tokens, but computes attention and all that follows
+                for the wanted tokens only.
         """
         residual: Field
         if before is None:
@@ -144,7 +146,9 @@ class LayerCalls:
     ) -> tuple[KernelCall, ...]:
         """Return the attention calls that read `work.query` and write `work.attended`.
 
-        `partials` is the name of the address for partial results; None: there are none.
+        The attention of one token to a long sequence is computed in splits: one call writes the
+        splits' results to the address named `partials`, and another call merges them. If `partials`
+        is None, no sequence is long enough to be split.
         """
         if not len(work.query):
             return ()

@@ -37,11 +37,11 @@ KIND: Final = "batch line"
 EMBEDDINGS_KIND: Final = "batch embeddings"
 _EMBEDDINGS: Final = "/v1/embeddings"
 _MAX_INPUTS_AT_ONCE: Final = 4
-"""Limit on the inputs of one line that are computed at once, so that batches leave room for other
-calls."""
+"""At most this many inputs of one line are computed at the same time. This limit leaves room for
+other calls."""
 _MAX_NUMBERS: Final = 2**18
-"""Limit on the numbers in one line's embeddings, about 5.5 MB of JSON. A router holds the answers
-of many lines in memory."""
+"""Limit on the numbers in one line's embeddings, about 5.5 MB of JSON. There is a limit because a
+router holds the answers of many lines in memory."""
 
 ENDPOINTS: Final[Mapping[str, type[Schema]]] = {
     "/v1/chat/completions": ChatBody,
@@ -260,4 +260,4 @@ def _deadline(turn: Turn) -> float:
 
 
 WINDOW_S: Final = 86400.0
-"""OpenAI's `completion_window` in seconds; it is always "24h"."""
+"""OpenAI's `completion_window`, which is always "24h", in seconds."""

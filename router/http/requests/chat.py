@@ -63,7 +63,8 @@ class ChatBody(ToolFields, Body):
     top_logprobs: Annotated[int, Field(ge=0, le=MAX_TOP_LOGPROBS)] | None = None
     prompt_logprobs: int | None = None
     chat_template: str | None = None
-    """Replaces the model's template, if the service trusts requests' templates."""
+    """Replaces the model's template. The router refuses it without
+    `--trust-request-chat-template`."""
     chat_template_kwargs: Annotated[dict[str, Any], Field(default_factory=dict)]
     add_generation_prompt: bool | None = None
     """Whether the prompt ends with the header of the assistant's message; None: yes, unless outputs
@@ -71,7 +72,7 @@ class ChatBody(ToolFields, Body):
     continue_final_message: bool = False
     """Whether outputs continue the last message, which must be the assistant's."""
     reasoning_effort: Effort | None = None
-    """How much to think, if the chat template supports it."""
+    """How much to think. A request is refused if the chat template does not support this."""
     reasoning: Reasoning | None = None
     thinking_budget: ThinkingBudget | None = None
     """Limit on thinking tokens; at the limit, a grammar forces the marker that ends thinking."""

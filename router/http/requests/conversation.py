@@ -42,12 +42,13 @@ class Conversation:
     thinking_budget: int | None = None
     """Limit on thinking tokens; at the limit, a grammar forces the marker that ends thinking."""
     effort: Effort | None = None
-    """How much to think, if the chat template supports it."""
+    """How much to think. A request is refused if the chat template does not support this."""
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     chat_template: str | None = None
-    """Replaces the model's template, if the service trusts requests' templates."""
+    """Replaces the model's template. The router refuses it without
+    `--trust-request-chat-template`."""
 
     async def prepare(self, inference: Inference) -> tuple[str, OutputPlan]:
         """Return the prompt, including special tokens, and the plan for its outputs.
@@ -67,7 +68,7 @@ class Conversation:
         return prompt, await self._plan(inference, parsers, tools, prompt)
 
     async def output_plan(self, inference: Inference, prompt: str) -> OutputPlan:
-        """Return the output plan of a chat whose prompt was prepared before."""
+        """Return the output plan of a chat that already has a prompt, as a stored response has."""
         template = inference.text.chat_template(self.model, self.chat_template)
         parsers = inference.text.parsers(template)
         tools = self.tools.tool_use(template, parsers, self.words)

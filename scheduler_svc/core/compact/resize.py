@@ -2,10 +2,10 @@
 
 To grow the pool, the worker allocates memory first; then the caller calls `resize`. To shrink it:
 
-    shrink      takes all blocks beyond the new end out of use. Free blocks are retired at once.
-                Cached blocks are evicted; one step can demote only some of them, and the others are
-                lost. The defragmenter moves the held blocks to numbers below the end; if there is
-                no room for them, sequences are preempted first.
+    shrink      takes all blocks beyond the pool's new end out of use. Free blocks are retired at
+                once. Cached blocks are evicted; one step can demote only some of them, and the
+                others are lost. The defragmenter moves the held blocks to numbers below the end; if
+                there is no room for them, sequences are preempted first.
     is_shrunk   becomes true after three events: no block beyond the end is held any more; a plan
                 tells the worker which rows were released; and this plan and all earlier ones have
                 results. Then the worker frees the blocks beyond the end.
@@ -54,7 +54,7 @@ class Resizing:
         self._live = live
         self._moves = moves
         self._last_step: StepId | None = None
-        """The last step that may touch the blocks beyond the new end; None: not known yet."""
+        """The last step that may touch blocks beyond the pool's new end; None: not known yet."""
 
     def check(self, num_blocks: int) -> None:
         """Check a new pool size against the limits and the live requests; change nothing.
@@ -106,13 +106,13 @@ class Resizing:
 
     @property
     def is_shrunk(self) -> bool:
-        """Whether no step can touch the blocks beyond the new end any more."""
+        """Whether no step can touch the blocks beyond the pool's new end any more."""
         last = self._last_step
         return last is not None and self._steps.last_answered >= last
 
     @property
     def num_leaving_blocks(self) -> int:
-        """Number of blocks beyond the new end that are still held."""
+        """Number of blocks beyond the pool's new end that are still held."""
         return self._pool.num_leaving
 
     def resize(self, num_blocks: int) -> None:

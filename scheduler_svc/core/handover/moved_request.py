@@ -29,7 +29,7 @@ class MovableRequest:
     num_device_blocks: int
     """Device blocks that the unfinished sequences hold now."""
     max_total_tokens: int
-    """The length of prompt and output together at which each sequence ends."""
+    """The limit on the tokens of each sequence, prompt and output together."""
     max_device_blocks: int
     """Device blocks that all sequences together need at their maximum length."""
 
@@ -40,7 +40,8 @@ class CopyProgress:
 
     live: MovableRequest
     can_copy: bool
-    """Whether `Copies` can copy the request's blocks; `Copies` finds them by their hashes."""
+    """Whether the request's blocks can be copied while it runs. For this the prefix cache must have
+    them, because `Copies` finds blocks by their hashes."""
     hashes: tuple[BlockHash, ...]
     """The hashes of the request's full blocks, including blocks that steps in flight compute."""
     decodes: bool
@@ -94,7 +95,7 @@ class Export:
     export_id: ExportId
     moved: MovedRequest
     ready_step: StepId
-    """The host blocks hold the KV after the result of this step."""
+    """Once the result of this step has arrived, the host blocks hold the KV."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -105,4 +106,4 @@ class Import:
     host_block_ids: tuple[HostBlockId, ...]
     """Blocks for the request's KV, parallel to `MovedRequest.host_block_ids`."""
     ready_step: StepId
-    """No step reads or writes these blocks any more after the result of this step."""
+    """Once the result of this step has arrived, no step reads or writes the host blocks."""

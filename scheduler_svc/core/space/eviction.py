@@ -9,8 +9,8 @@ block table first:
     lru    When a table is dropped, its last blocks become available first.
     lfu    A hit of a block is also a hit of all blocks before it, so earlier blocks have at least
            as many hits. Ties are broken as in lru.
-    fifo   A block counts as no older than the youngest block that continues it
-           (`on_table_dropped`). Ties are broken as in lru.
+    fifo   When a table is dropped, each of its blocks becomes as young as the youngest of the
+           table's later blocks, unless it is younger itself. Ties are broken as in lru.
 """
 
 from collections import OrderedDict
@@ -98,7 +98,7 @@ class _Ranked:
     def __init__(self) -> None:
         self._order: MarkedHeap[BlockHash] = MarkedHeap()
         self._ranks: dict[BlockHash, int] = {}
-        """The ranks of all blocks with a hash, held ones included; a missing rank is 0."""
+        """The ranks of cached and held blocks, by hash. A block that is missing has rank 0."""
 
     def __len__(self) -> int:
         return len(self._order)
@@ -153,7 +153,7 @@ class Fifo(_Ranked):
         """Do nothing: hits do not change this order."""
 
     def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
-        """Rank the table's new blocks; raise a block to the rank of the blocks that continue it."""
+        """Rank the table's new blocks as the youngest; rank no block below a later block."""
         self._num_tables += 1
         rank = 0
         for block_hash in hashes:
