@@ -17,7 +17,7 @@ _MAGIC: Final = b"GGUF"
 _VERSIONS: Final = (2, 3)
 _MAX_ITEMS: Final = 2**24
 """The largest accepted number of metadata entries, tensors, or items of an array. Without a limit,
-a damaged file could cause a loop of hours."""
+it could take hours to read a damaged file."""
 
 _NUMBERS: Final = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 _STRING: Final = 8

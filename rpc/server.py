@@ -83,8 +83,9 @@ async def serve(
     """Serve until SIGTERM, SIGINT or `stop`, then drain.
 
     gRPC serves `services`, `AdminService`, `grpc.health.v1` and reflection. The server's own
-    interceptors handle errors and trace context, and run around `interceptors`. HTTP serves `http`,
-    `/health`, `/ready` and `/metrics`. A handler is cancelled when its client disconnects.
+    interceptors handle errors and trace context, and run around `interceptors`. HTTP serves the
+    application `http`, and the routes `/health`, `/ready` and `/metrics`. A handler is cancelled
+    when its client disconnects.
 
     `on_started` runs when the gRPC and HTTP servers listen. `serve` never calls
     `health.set_ready`; that is left to the caller.
@@ -92,7 +93,7 @@ async def serve(
     To drain, the process first declares itself not ready. Then `on_drain` refuses new requests,
     waits for the live ones and ends long-lived streams, within `settings.drain_s`; calls that
     remain have two seconds more. Without `on_drain`, calls have `settings.drain_s` to end. A second
-    signal of the same kind ends the process at once.
+    SIGTERM, or a second SIGINT, ends the process at once.
 
     An operator can also start the drain through `AdminService`, which reports the number of live
     requests (`num_live`). `check_operator` raises unless the current call is an operator's;
@@ -173,7 +174,9 @@ async def before_serving(
     stop: asyncio.Event,
     probes: Health | None = None,
 ) -> T | None:
-    """Await `wait()` before `serve`; return None if SIGTERM, SIGINT or `stop` comes first.
+    """Await `wait()` in a process that will call `serve` later, and return the result.
+
+    Returns None if SIGTERM, SIGINT or `stop` comes before `wait()` has ended.
 
     With `probes`, HTTP serves `/health`, `/ready` and `/metrics` while `wait()` runs.
 
@@ -192,9 +195,10 @@ async def before_serving(
 
 
 def observe(process: str, settings: ProcessSettings, *, new_trace_ratio: float = 0.0) -> None:
-    """Configure logs, traces and timeline for `process`, such as "router"; once per process.
+    """Configure the logs, traces and timeline of a process. Call once per process.
 
-    `new_trace_ratio` is as for `telemetry.configure`.
+    `process` names the process, for example "router". `new_trace_ratio` is the share of traces to
+    record, among those that start in this process.
     """
     logs.configure(settings.log_level, settings.log_format, process)
     telemetry.configure(f"quire-{process}", settings, new_trace_ratio=new_trace_ratio)

@@ -28,13 +28,19 @@ class CopyStreams:
         self._stored_staging: torch.cuda.Event | None = None
 
     def begin_staging(self) -> None:
-        """Make later work wait for the copies of the last `storing_staged`."""
+        """Make later work wait until the copies of the last `storing_staged` have ended.
+
+        So later work may overwrite the memory that these copies read.
+        """
         if self._stored_staging is not None:
             torch.cuda.current_stream().wait_event(self._stored_staging)
 
     @contextmanager
     def storing_staged(self) -> Iterator[None]:
-        """Copies in this context follow all earlier work; later work does not wait for them."""
+        """Copies in this context start after all earlier work.
+
+        Work waits for these copies only if it is enqueued after a call of `begin_staging`.
+        """
         self._store.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self._store):
             yield
@@ -42,9 +48,9 @@ class CopyStreams:
 
     @contextmanager
     def storing(self) -> Iterator[None]:
-        """Copies in this context follow all earlier work, and all later work waits for them.
+        """Copies in this context start after all earlier work, and all later work waits for them.
 
-        Later work may therefore overwrite the copied device blocks.
+        So later work may overwrite the device blocks that are copied.
         """
         computing = torch.cuda.current_stream()
         self._store.wait_stream(computing)
@@ -54,9 +60,9 @@ class CopyStreams:
 
     @contextmanager
     def loading(self) -> Iterator[None]:
-        """Copies in this context follow all earlier work and stores.
+        """Copies in this context start after all earlier work and all earlier stores.
 
-        Later work waits for them only after `end_loading`.
+        Work waits for these copies only if it is enqueued after a call of `end_loading`.
         """
         self._load.wait_stream(torch.cuda.current_stream())
         self._load.wait_stream(self._store)
@@ -64,11 +70,11 @@ class CopyStreams:
             yield
 
     def end_loading(self) -> None:
-        """Make later work wait for all earlier loads."""
+        """Make later work wait for all loads that were enqueued before this call."""
         torch.cuda.current_stream().wait_stream(self._load)
 
     def await_stores(self) -> None:
-        """Wait until all stores are in host memory."""
+        """Block the calling thread until all stores have ended."""
         self._store.synchronize()
 
     def synchronize(self) -> None:

@@ -1,7 +1,8 @@
-"""Divides a model's layers into KV groups: layers with the same window, as many as fit in a block.
+"""Divides a model's layers into KV groups; the layers of a group have the same window.
 
 All groups allocate blocks from one pool, so a block has the same size in each. A block holds the KV
-of some tokens in the layers of one group. These layers may differ in kv heads and head dim. If the
+of some tokens in the layers of one group. These layers may differ in kv heads and head dim. If a
+block has no room for all layers with the same window, these layers form several groups. If the
 layers of a group do not fill a block, the rest of the block is unused.
 """
 
@@ -63,8 +64,8 @@ def group_layers(
     Args:
         windows: The window of each layer.
         max_model_len: A window of at least this length counts as no window.
-        sizes: Bytes of a token's KV in each layer, or numbers in that ratio. Empty: all layers are
-            equal.
+        sizes: For each layer, the bytes of a token's KV, or a number proportional to these bytes.
+            Empty: all layers are equal.
     """
     sizes = sizes or (1,) * len(windows)
     kinds: dict[KvWindow, list[int]] = defaultdict(list)

@@ -104,14 +104,14 @@ class NixlEngine:
     async def read(
         self, metadata: bytes, address: int, block_ids: Int32Array, checksum: int
     ) -> AsyncIterator[Bytes]:
-        """Read int32[N] host blocks of another worker, and yield their contents.
+        """Read host blocks of another worker, and yield their contents.
 
         The contents are valid only within the context.
 
         Args:
             metadata: The other worker's `agent_metadata`.
             address: The other worker's `address`.
-            block_ids: At most `num_staged` blocks.
+            block_ids: int32[N]: the blocks, at most `num_staged`.
             checksum: CRC-32 of the contents.
 
         Raises:
@@ -131,7 +131,7 @@ class NixlEngine:
 
     @contextlib.contextmanager
     def serving(self) -> Iterator[None]:
-        """Answer agents that read from this worker, while the context is entered."""
+        """In this context, let the NIXL agents of other workers read from this worker."""
         self._num_serving += 1
         if self._num_serving == 1 and not self._is_closed:
             self._server.submit(self._serve)

@@ -1,4 +1,4 @@
-"""Picks a model's device and dtype, its attention backend, and the use of AMX."""
+"""Picks a model's device, dtype and attention backend, and the operations that use AMX."""
 
 import importlib
 from collections.abc import Sequence
@@ -105,7 +105,10 @@ def pick_attention(name: str, device: torch.device) -> AttentionBackend:
 
 
 def log_kernels(device: torch.device) -> None:
-    """Log which library of C kernels a CPU uses; if there is none, `native` has warned why."""
+    """Log which library of C kernels is used, if `device` is a CPU.
+
+    Without a library this logs nothing, because the function `native` has already warned.
+    """
     library = native() if device.type == "cpu" else None
     if library is None:
         return

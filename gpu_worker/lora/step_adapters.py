@@ -1,7 +1,7 @@
 """Groups a step's tokens by adapter, and adds the adapters to the model's layers.
 
-Symbols: `T` tokens, `N` tokens of one adapter, `K` input features of a map, `O` its output
-features.
+Symbols: `T` tokens of a step, `N` tokens of one adapter, `K` input features and `O` output features
+of a map.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -25,7 +25,9 @@ NO_ADAPTERS: Final[Mapping[int, Adapter]] = MappingProxyType({})
 
 
 class AdapterTable:
-    """A worker's adapters, by number. Changed between steps, by the thread that runs them.
+    """A worker's adapters, by number.
+
+    The thread that runs the steps changes the table between two steps.
 
     A removed adapter is kept until no row uses it. The row of a cancelled request decodes until a
     step releases the row, so only the rows show when an adapter is unused.
@@ -81,7 +83,7 @@ class _AdapterTokens:
 
     adapter: Adapter
     places: torch.Tensor | None
-    """int64[N]: indexes of the tokens, ascending; None: all tokens."""
+    """int64[N]: the tokens' indexes in the step, ascending; None: all tokens of the step."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -14,7 +14,7 @@ from torch.nn import functional
 from kernels.reference.activation import tanh_gelu
 
 Activation: TypeAlias = Callable[[torch.Tensor], torch.Tensor]
-"""Maps each element of a tensor; keeps its shape and dtype."""
+"""Maps each element of a tensor; the result has the tensor's shape and dtype."""
 
 
 def _gelu(x: torch.Tensor) -> torch.Tensor:

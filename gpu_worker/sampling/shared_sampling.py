@@ -67,7 +67,7 @@ class SharedSampler:
         self.follow = sampler.follow
 
     def forced(self, rows: Int64Array) -> None:
-        """Return None: tokens cannot be forced, because other ranks do not know the grammars."""
+        """Return None: grammars cannot force tokens, because only rank 0 knows the grammars."""
 
     def sample(
         self,
@@ -116,7 +116,7 @@ class ReceivedSamples:
         num_outputs: Int64Array,
         likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled:
-        """Receive rank 0's tokens; a row that cannot continue is marked as not finite."""
+        """Receive rank 0's tokens, and which rows can continue (`is_finite` in the result)."""
         del positions, num_outputs, likeliest
         shared = torch.empty(2, len(rows), dtype=torch.int64, device=logits.device)
         self._ranks.share(shared)

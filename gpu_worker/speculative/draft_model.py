@@ -11,8 +11,8 @@ the small model is valid:
 The small model lacks the KV of tokens that rows gained without guesses, and of blocks that were
 swapped in, because the host holds only the large model's KV. It also lacks the KV of a cached block
 if the row that filled the block ended before the small model had computed the block's tokens.
-Before the next guess the small model computes the missing tokens, which is cheap. An error in the
-tracking may lower the acceptance rate, but the output stays right.
+Before the next guess the small model computes the missing tokens, which is cheap. If this module
+counts invalid KV as valid, fewer guesses may be accepted, but the output stays right.
 
 Symbols: `N` rows that guess, `K` the largest number of tokens guessed, `S` rows that the small
 model computes, `E` hidden size.
@@ -248,7 +248,7 @@ class DraftModel:
     _device: torch.device
 
     def block_bytes(self, block_size: int) -> int:
-        """Return the bytes of a block in the small model's pool."""
+        """Return the size of a block in the small model's pool, in bytes."""
         return block_bytes(self.config, block_size, self.kv_dtypes)
 
     def drafter(self, num_draft_tokens: int, limits: Limits) -> ModelDrafter:

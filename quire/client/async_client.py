@@ -62,7 +62,7 @@ class AsyncClient:
         tls: ClientTls | None = None,
         transport: Transport = ASYNCIO,
     ) -> None:
-        """The arguments are those of `Client`, and `transport`."""
+        """For all arguments except `transport` see `Client`."""
         self._routers = Routers(
             target,
             lambda each, pings: transport.open_channel(each, max_message_mb, tls, pings=pings),
@@ -84,7 +84,7 @@ class AsyncClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections; calls that are still running end."""
+        """Close the connections, which ends all calls that still run."""
         for channel in self._routers.channels:
             await channel.close(grace=None)
 
@@ -241,7 +241,8 @@ class AsyncClient:
     ) -> tuple[common_pb2.WorkerActivity, ...]:
         """Return the workers' loads, and the latest `max_steps` steps of each.
 
-        Steps up to `after_step_id` are left out; set it only together with `worker`.
+        Steps up to `after_step_id` are left out. Set `after_step_id` only together with `worker`,
+        because each worker has its own step ids.
         """
         query = common_pb2.ActivityQuery(
             worker=worker, max_steps=max_steps, after_step_id=after_step_id

@@ -92,7 +92,8 @@ class LiveOutput:
         self._num_unread = 0
         """Number of tokens for the next delta."""
         self._num_due = 1
-        """How many unread tokens make a delta due. The output's end is always due."""
+        """Once this many tokens are unread, a delta is due, which means that it should be sent. The
+        output's end is always due."""
         self._text: list[str] = []
         self._logprobs: list[TokenLogprob] = []
         self._end_taken = False
@@ -144,7 +145,7 @@ class LiveOutput:
         self.finished = finished
 
     def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
-        """Skip the part that the reader has; must be called before any `take`.
+        """Skip the part that the reader already has. Call this before the first `take`.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than the output has, and
         `FailedPreconditionError` if the reader needs log-probabilities that were not kept.
@@ -188,7 +189,10 @@ class LiveOutput:
         self._end_taken = received.finished
 
     def take(self) -> OutputDelta | OutputFinished | None:
-        """Return the next event: deltas with all unread tokens, then the end, then None."""
+        """Return the next event: a delta if tokens or text are unread, else the output's end.
+
+        Returns None if nothing is unread, and the output has not ended or its end has been taken.
+        """
         num_unread = self._num_unread
         offset = len(self.token_ids) - num_unread
         if num_unread > MAX_EVENT_TOKENS:

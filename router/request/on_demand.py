@@ -8,9 +8,11 @@ loaded for a minimum time.
 Requests of the lowest priority, such as lines of batches, are patient: a model that is busy with
 other requests is not unloaded for a patient request.
 
-A model that has had no request for some time may be unloaded, too; the model's next request loads
-it again. Only one router may load models on demand at the same schedulers, since two routers might
-load two models at once.
+With `idle_unload_s`, a model that has had no request for this time is unloaded, even if no other
+model needs its place. The model's next request loads it again.
+
+Only one router may load models on demand at the same schedulers. Two routers might load two models
+at once, and the device may have memory for only one of them.
 """
 
 import asyncio
@@ -29,17 +31,19 @@ from rpc.security.tls import ClientTls
 
 TICK_S: Final = 0.1
 _CONNECT_S: Final = 10.0
-"""How long the router may take to connect to a scheduler whose model is loaded."""
+"""If a model is loaded, but the router has not connected to the model's scheduler after this time,
+the calls that wait for the model fail."""
 _RETRY_S: Final = 5.0
 """Pause after a failed attempt to load a model."""
 _AWAY_RETRY_S: Final = 0.5
-"""Pause if a process could not be reached, for example because it is starting."""
+"""Pause after an attempt that failed because a process could not be reached. The process may be
+starting."""
 
 log = structlog.get_logger()
 
 
 def is_patient(priority: int) -> bool:
-    """Whether a request of this priority waits while the loaded models are busy."""
+    """Whether requests of this priority are patient: only those of the lowest priority are."""
     return priority == -MAX_PRIORITY
 
 
@@ -74,8 +78,8 @@ class OnDemand:
 
         Raises:
             TooBusyError: Too many calls are waiting.
-            UnavailableError: The model cannot be loaded, as the message explains, or the router
-            drains.
+            UnavailableError: The router drains, or the model cannot be loaded; the message says
+                why.
         """
         self._has_begun = True
         demand = self._cells[cell]
@@ -95,7 +99,10 @@ class OnDemand:
             del demand.waiters[waiter]
 
     async def load_of(self, cell: Inference) -> Load | None:
-        """Return the load of a cell's schedulers, connected or not; None: no scheduler answers."""
+        """Return the total load of a cell's schedulers; None: no scheduler answers.
+
+        Schedulers to which the router is not connected are asked, too.
+        """
         return await self._loading.sum_of_loads(cell.schedulers.target_to_is_connected)
 
     def drain(self) -> None:
@@ -105,7 +112,7 @@ class OnDemand:
             demand.fail(_draining())
 
     async def run(self) -> None:
-        """Load the models that requests need, and unload idle ones, until cancelled."""
+        """Load the models that requests need, and unload idle ones. Runs until it is cancelled."""
         while True:
             await asyncio.sleep(self._tick_s)
             wanted = self._look()
@@ -202,7 +209,7 @@ class OnDemand:
         return None
 
     async def _load_rest(self, cell: Inference) -> None:
-        """Load a model at each of its workers that does not have the model."""
+        """Load a cell's model at those of the cell's workers that do not have the model."""
         load, demand = await self.load_of(cell), self._cells[cell]
         if load is None or not load.num_workers:
             return  # `_look` will notice
@@ -293,7 +300,10 @@ class OnDemand:
         return min(free, key=self._last_use, default=None)
 
     def _last_use(self, cell: Inference) -> tuple[float, float]:
-        """Return a sort key; of models in use now, the one that was loaded first comes first."""
+        """Return a sort key: the time of the model's last use, then the time of its loading.
+
+        Models that are in use now have the same time of last use.
+        """
         demand = self._cells[cell]
         return demand.used_at, demand.stays_since or 0.0
 
@@ -307,15 +317,15 @@ class _Demand:
         self.used_at = 0.0
         self.wanted_at: float | None = None
         self.loaded_at: float | None = None
-        """Since when a connected scheduler has had a worker with the model; None: there is no such
-        scheduler."""
+        """The time since which a connected scheduler has had a worker with the model; None: no
+        connected scheduler has such a worker."""
         self.seen_at: float | None = None
-        """Since when the model's schedulers, connected or not, have reported a worker with the
-        model; None: they report no such worker."""
+        """The time since which the model's schedulers, connected or not, have reported a worker
+        with the model; None: they report no such worker."""
         self.retry_at = 0.0
         self.left_at: float | None = None
-        """When the model was last unloaded as idle; None: never, or all its workers have loaded it
-        since."""
+        """When the model was last unloaded as idle; None: never, or since then all its workers
+        have loaded the model again."""
 
     @property
     def stays_since(self) -> float | None:

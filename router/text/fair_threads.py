@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 class TextThreads:
-    """Runs one kind of work in separate threads; tenants with API keys take turns."""
+    """Runs one kind of work in threads; the tenants of API keys take turns.
+
+    Without API keys, all work belongs to one tenant.
+    """
 
     def __init__(self, kind: str, *, num_threads: int, max_pending: int) -> None:
         """At most `max_pending` tasks wait or run; `kind` describes the tasks in errors.

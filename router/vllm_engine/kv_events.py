@@ -48,15 +48,15 @@ class CellIndex:
 
     def __init__(self) -> None:
         self._holders = BlockHolders[tuple[str, int]]()
-        """The workers and tiers that have each block."""
+        """For each block, the pairs of worker and tier that have the block."""
         self._told: set[BlockHash] = set()
         """The blocks that were reported to the gateway as stored, and not as removed since."""
 
     def apply(self, message: WatchKvResponse) -> Iterator[list[pb.KvCacheEvent]]:
         """Apply the events of one worker; yield the resulting changes of the cell, in parts.
 
-        A part may be empty. Other tasks can run between the parts, because removing a million
-        blocks of a lost worker takes a second.
+        A part may be empty. Between two parts, the caller should let other tasks run, because it
+        takes a second to remove a million blocks of a lost worker.
         """
         events: list[pb.KvCacheEvent] = []
         for event in message.events:

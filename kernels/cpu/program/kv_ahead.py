@@ -16,8 +16,8 @@ from kernels.cpu.library import KernelCall
 _Place = TypeVar("_Place", bound=Hashable)
 
 RUN_STEPS: Final = 128
-"""A product prefetches one run for every 128 pairs of input features, rounded down. C uses the same
-number."""
+"""A product prefetches one run for every 128 pairs of its input features. If fewer than 128 pairs
+remain, they add no run. C uses the same number."""
 MAX_RUNS: Final = 256
 """If a product's number of runs is greater than this, the product prefetches nothing. C uses the
 same limit."""
@@ -47,8 +47,8 @@ def share_out(
     """Choose what each map prefetches of the keys and values that `attention` reads.
 
     `maps` has the maps that run before `attention`, in the order in which they run, each with its
-    numbers of input and output features. The last maps prefetch as much as they can, because memory
-    that is fetched late is likelier to be still in a cache.
+    numbers of input and output features. The later a run is prefetched, the likelier it is still
+    in a cache when `attention` reads it. So the last maps prefetch as much as they can.
     """
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0

@@ -112,7 +112,7 @@ def count_queued(core: "Scheduler") -> Counter[str]:
 
 
 def read_space(core: "Scheduler") -> SpaceReport:
-    """Measure the use of blocks, in time proportional to the pools and the running sequences."""
+    """Measure how well blocks are used; visits every block and every running sequence."""
     running = core.running
     return SpaceReport(
         device=measure(core.pool.usable_ref_counts),
