@@ -2,8 +2,8 @@
 
 The length and checksum of each record are in memory, where no disk error can change them. Each read
 checks both, and so detects a record that is torn, short, stale, misplaced or changed. A file
-without a name disappears with the process. A file that is kept for a later process also has the
-lengths and checksums on the disk (`kept_file.py`).
+that is kept for a later process also has the lengths and checksums on the disk (`kept_file.py`).
+Any other file has no name, so the file disappears when the process ends.
 """
 
 import contextlib
@@ -113,7 +113,10 @@ class DiskFile:
         """Write uint8[block_bytes] to an empty disk block; return the record's length in bytes.
 
         Raises:
-            LostRecordError, OSError: The disk block stays empty.
+            LostRecordError: The record could not be written as a whole.
+            OSError: The disk cannot be written.
+
+        After an error the disk block is still empty.
         """
         record = (block.data,) if self._codec is None else self._codec.encode(block)
         num_bytes, checksum = 0, 0
@@ -129,10 +132,13 @@ class DiskFile:
         return num_bytes
 
     def read(self, disk_block: int, out: Bytes) -> int:
-        """Read a disk block to uint8[block_bytes]; return the record's length in bytes.
+        """Read a disk block to `out`, uint8[block_bytes]; return the record's length in bytes.
 
         Raises:
-            LostRecordError, OSError, or any error of the codec: the content of `out` is undefined.
+            LostRecordError: The record is not intact, or the disk block is empty.
+            OSError: The disk cannot be read.
+
+        Errors of the codec are passed on. After any error the content of `out` is undefined.
         """
         num_bytes = int(self._record_bytes[disk_block])
         if not num_bytes:

@@ -71,7 +71,7 @@ def group(linears: Sequence[Linear]) -> GroupedLinear | None:
     """Make one map of several; return None if no kernel multiplies them together.
 
     Weights of 16 or 32 bits stay where they are, and quantized weights are copied. Fp8 weights are
-    multiplied as 16-bit numbers; activations are not rounded.
+    multiplied as 16-bit numbers, and activations are not rounded to fp8.
     """
     plain = [each for each in linears if isinstance(each, PlainLinear)]
     if len(plain) == len(linears):

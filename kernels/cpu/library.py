@@ -42,7 +42,8 @@ class Kernel:
     def __init__(self, library: ctypes.CDLL, name: str, fields: str) -> None:
         """`fields` lists the structure's fields in C's order; `*` marks a pointer, `.` a double.
 
-        All other fields are int64. The fields of a nested structure are listed one by one.
+        All other fields are int64. In place of a nested structure, its own fields are
+        listed.
         """
         function = getattr(library, f"quire_{name}")
         function.argtypes = (ctypes.c_char_p,)
@@ -177,7 +178,7 @@ class Library:
 
         No kernel may run during this call. The first thread is the calling thread, which is pinned
         only while a kernel runs. A kernel that has more threads than there are `cpus` pins none;
-        threads already pinned stay pinned. Returns whether the system can pin this many threads.
+        threads already pinned stay pinned. Returns whether the system can pin `len(cpus)` threads.
         """
         return self._pin_threads(struct.pack(f"@{len(cpus)}q", *cpus), len(cpus))
 
@@ -208,7 +209,7 @@ class Program:
         Raises:
             ValueError: More than `num_apart` calls in a row join one another (`KernelCall.joins`);
                 the threads would wait for ever.
-            KeyError: a field is a call that is not in `calls`.
+            KeyError: A field refers to a call that is not in `calls`.
         """
         num_joined = 0
         for call in calls:
@@ -248,7 +249,7 @@ class Program:
     def __call__(self, numbers: Mapping[str, int] | None = None) -> None:
         """Run the program; only one thread at a time may call this.
 
-        `numbers` has an integer for each name that is used as a field.
+        `numbers` has the number for each name among the calls' fields (see `Field`).
         """
         for name, before in self._given.items():
             number = (numbers or {})[name]

@@ -183,8 +183,8 @@ def rotary_store_kv(
     """Rotate `query` [T, H, D] and `key` [T, HKV, D]; store the keys and `value` [T, HKV, D].
 
     The op does what `rotary` does, and then what `store_kv` does with the rotated keys. `cos_sin`
-    is fp32 [max_pos, R]. Returns the rotated queries, [T, H, D] and contiguous. Both caches are
-    quantized to the same dtype, or neither is quantized.
+    is fp32 [max_pos, R]. Returns the rotated queries, [T, H, D] and contiguous. The caches of
+    keys and of values must have the same dtype, quantized or not.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit, or D or R is odd.

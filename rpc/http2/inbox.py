@@ -33,8 +33,9 @@ class RefusedMessageError(Exception):
 class Inbox:
     """Collects received bytes and splits them into messages.
 
-    The client may send `WINDOW_BYTES` before a handler reads them. To read a larger message, a
-    handler first acquires `room`, and then lets the client send the whole message.
+    The client may send `WINDOW_BYTES` bytes that no handler has read yet. To read a larger message,
+    a handler first waits while too many other large messages are arriving (`room` in `__init__`),
+    and then lets the client send the whole message.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class Inbox:
         """Bytes that the client may still send."""
         self._has_ended = False
         self._num_wanted = 0
-        """The reader waits until `_data` has this size."""
+        """While `_reader` is set: the number of bytes in `_data` at which to wake the reader."""
         self._reader: asyncio.Future[None] | None = None
 
     def feed(self, data: bytes, num_window_bytes: int) -> None:
@@ -124,7 +125,9 @@ class Inbox:
                 reader.set_result(None)
 
     def _size(self) -> int:
-        """Return for how many bytes to wait: first the prefix, then the whole message.
+        """Return the size of the next message with its prefix, which contains the message's length.
+
+        While the prefix itself is incomplete, return the prefix's size.
 
         Raises:
             RefusedMessageError: The prefix is invalid, or the message is too large.
@@ -143,10 +146,10 @@ class Inbox:
         return _PREFIX_BYTES + num_bytes
 
     def _allow_up_to(self, num_bytes: int, *, at_least: int = 0) -> None:
-        """Let the client send up to `num_bytes` from now on.
+        """Raise the number of bytes that the client may still send to `num_bytes`; never lower it.
 
-        Each increase costs a frame. So a small increase is postponed, unless the client could
-        otherwise send fewer than `at_least` bytes.
+        Telling the client costs a frame. So a small increase is left to a later call, unless
+        without the increase the client could send fewer than `at_least` bytes.
         """
         more = num_bytes - self._num_allowed
         if self._has_ended or more <= 0:

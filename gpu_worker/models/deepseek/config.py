@@ -50,7 +50,7 @@ class DeepseekConfig(ModelConfig):
     """The experts; None: no layer has any."""
     embedding_scale: float = 1.0
     residual_scale: float = 1.0
-    """Multiplies the outputs of attention and feed-forward part."""
+    """Each output of attention or of an MLP is multiplied by this, then added to the residual."""
     logits_scale: float = 1.0
 
 
@@ -95,7 +95,8 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
     """Parse a config.json of one of `DEEPSEEK_ARCHITECTURES`.
 
     Raises:
-        ModelError: A file or field is missing, malformed, or asks for something unsupported.
+        ModelError: config.json, or generation_config.json beside it, is malformed, lacks a field,
+            or asks for something unsupported.
     """
     family = _FAMILIES[read_architecture(fields)]
     fields.allow_only("hidden_act", "silu")
@@ -147,7 +148,9 @@ def read_deepseek_config(fields: JsonFields) -> DeepseekConfig:
 
 
 def split_deepseek_config(config: DeepseekConfig, place: Place) -> DeepseekConfig:
-    """Return the config of one rank's layers and heads; each rank has the whole latent.
+    """Return the config of the layers, heads and parts of the MLPs that the rank at `place` has.
+
+    The latent is not split, because all heads read the whole latent.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

@@ -1,6 +1,7 @@
-"""Chooses a token's experts, by softmax or sigmoid scores, in all groups or in the best ones.
+"""Chooses a token's experts by softmax or sigmoid scores.
 
-The outputs of a token's experts are added, each multiplied by the expert's *share*.
+In some models the experts form groups, and a token's experts must be in the best groups. The
+outputs of a token's experts are added, each multiplied by the expert's *share*.
 
 Symbols: `T` tokens, `E` hidden size, `X` experts, `G` groups of experts, `N` experts per token.
 """

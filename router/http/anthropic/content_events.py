@@ -88,7 +88,7 @@ class ContentEvents:
                         )
 
     def _continue(self, kind: str, block: Json) -> Iterator[Json]:
-        """Begin `block`, unless a block of its kind is open."""
+        """Close the open block and begin `block`; do neither if the open block is of this kind."""
         if self._open == kind:
             return
         yield from self._close()

@@ -25,7 +25,8 @@ from router.http.strict_json import Schema, excerpt, json_bytes
 
 FILES: Final = "/v1/files"
 MAX_STORED_BYTES: Final = 4 * 2**30
-"""A tenant whose files, including its batches' results, have this size cannot upload more."""
+"""The quota of a tenant. A tenant cannot upload while its files, with the results of its batches,
+have this many bytes or more."""
 _MAX_FILES_LISTED: Final = 10_000
 _PURPOSE: Final = "batch"
 _EXPIRY_FIELDS: Final = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}
@@ -138,7 +139,10 @@ def _fingerprint(upload: Upload, kept_s: int | None) -> bytes:
 
 
 def _kept_s(fields: Mapping[str, str]) -> int | None:
-    """Return the seconds in the fields of `expires_after`; may raise InvalidArgumentError."""
+    """Return after how many seconds the file expires, by its `expires_after`; None: never.
+
+    May raise InvalidArgumentError.
+    """
     expiry = {name: fields[field] for field, name in _EXPIRY_FIELDS.items() if field in fields}
     if not expiry:
         return None
