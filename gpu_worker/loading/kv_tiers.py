@@ -60,10 +60,11 @@ def kv_identity(
     (`gpu_worker.loading.device.name_arithmetic`). The last bits of KV from other hardware or
     kernels differ, and could change a request's tokens, so such KV counts as different.
 
-    With a far tier, which other machines share, the model's files are hashed by name and content.
-    Without a far tier, the files are hashed by name, size and time of change, so a copy of the
-    files counts as another model. `config` is hashed, too, because it depends on more than the
-    files: the setting `max_model_len` selects LongRoPE's factors, which rotate keys.
+    Other machines share a far tier, and their copies of the model's files must count as the same
+    model. So with a far tier, the files are hashed by name and content. Without a far tier, the
+    files are hashed by name, size and time of change, so a copy of the files counts as another
+    model. `config` is hashed, too, because it depends on more than the files: the setting
+    `max_model_len` selects LongRoPE's factors, which rotate keys.
     """
     describe = _content if settings.far_kv_url else _size_and_time
     files = sorted((path.name, describe(path)) for path in directory.iterdir() if path.is_file())
@@ -85,7 +86,11 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 
 
 def _content(path: Path) -> bytes:
-    """Return a hash of the CRCs of a file's pieces, which takes no longer than reading the file."""
+    """Return a hash of a file's content.
+
+    SHA-256 hashes only the CRCs of the file's pieces, because CRCs are computed as fast as the file
+    can be read.
+    """
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:
         while num_bytes := file.readinto(piece):

@@ -27,8 +27,8 @@ def make_linear(
 
     On a CPU this function packs the weight for our own kernel. A product with few tokens then takes
     only the time to read the weight, and a token's result does not depend on the number of tokens.
-    Torch multiplies weights that cannot be packed. If the C code was not compiled, no weight can be
-    packed.
+    If the weight cannot be packed, the map calls torch to multiply. Without compiled C code, no
+    weight can be packed.
 
     Args:
         weight: `[N, K]`; the caller need not keep it.

@@ -1,12 +1,15 @@
-"""The ops in C. Each checks its tensors, allocates its result and calls a kernel of the library.
+"""The ops in C: each checks its tensors, allocates its result and calls a kernel in C.
 
-The arguments of most ops are the library, and then those of the twin in `kernels.reference`, which
-defines the result. An op raises ValueError if shapes, dtypes, devices or strides do not fit.
-`kernels.ops` calls these ops if C supports the dtype of the first tensor. But `draw`,
-`selective_scan` and `delta_scan`, which exist only for CPUs, are called directly. They find the
-library themselves, and call the twin if there is no library; the two scans also call the twin if C
-does not support the dtype. The fields of a call are in the order of the kernel's structure, which
-`kernels.cpu.library` lists.
+The compiled C code is the *library*. Each op has a *twin* in `kernels.reference`: a function in
+plain torch that defines the op's result. Most ops take the library, and then the arguments of their
+twin. An op raises ValueError if shapes, dtypes, devices or strides do not fit. `kernels.ops` calls
+an op of this module for tensors on a CPU if the library supports the dtype of the op's first
+tensor. `draw`, `selective_scan` and `delta_scan` exist only for CPUs, so models and the sampler
+call these three directly. These three find the library themselves, and call their twin if there is
+no library; the two scans also call their twin if the library does not support the dtype.
+
+A call of a kernel passes the fields of the kernel's C structure, in the order in which
+`kernels.cpu.library` lists them.
 
 Symbols: `T` tokens, `S` sequences, `H` query heads, `HKV` kv heads, `D` head dim, `N` width of a
 norm, `I` intermediate size, `P` block size, `M` max blocks per sequence, `V` vocabulary.
@@ -160,7 +163,7 @@ def store_kv(
 ) -> None:
     """Store `key` and `value` [T, HKV, D], or only keys, bit for bit as the twin does.
 
-    Slots are not checked against the number of blocks.
+    The slots in `slot_mapping` are not checked against the number of blocks.
     """
     num_tokens, num_kv_heads, head_dim = key.shape
     num_blocks, block_size = key_cache.shape[:2]
@@ -250,7 +253,7 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [T, H, D], which has the last tokens of each sequence.
+    """Attend with `query` [T, H, D], which has one or more last tokens of each sequence.
 
     No bit of a token's result depends on other sequences, or on how the prompt was cut into chunks.
     """

@@ -69,9 +69,10 @@ def copy_blocks(pool: torch.Tensor, src: torch.Tensor, dst: torch.Tensor) -> Non
 def gather_blocks(pool: torch.Tensor, block_ids: torch.Tensor, staged: torch.Tensor) -> None:
     """Copy block `block_ids[i]` of `pool` to row i of `staged`, for all i, for a swap-out.
 
-    `pool` is [B, E], or [B, K, E] if a block consists of K pieces with any stride between them, as
-    in a layer-major pool. `staged` is [N, E] or [N, K, E]; all strides except the last may be any.
-    `block_ids` is int64[N]. After the copy, one DMA of `staged` replaces N * K small ones.
+    `pool` is [B, E] if each block is contiguous. If a block consists of K pieces that are apart, as
+    in a pool that stores the KV layer by layer, `pool` is [B, K, E]. `staged` is [N, E] or
+    [N, K, E] to match `pool`. All strides except the last may be any. `block_ids` is int64[N].
+    After the copy, one DMA transfers `staged`, instead of N * K DMAs of one piece each.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -1,1 +1,4 @@
-"""Stubs of the OpenEngine contract, generated from protos/quire/openengine by `make protos`."""
+"""Stubs of OpenEngine, the gRPC contract of the project `ai-dynamo/openengine`.
+
+`make protos` generates them from protos/quire/openengine.
+"""

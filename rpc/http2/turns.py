@@ -13,7 +13,7 @@ class Parser(Protocol):
     """A connection with received bytes."""
 
     def parse(self) -> bool:
-        """Parse a slice; return whether there are more bytes. Raises nothing."""
+        """Parse some of the received bytes; return whether bytes are left. Raises nothing."""
 
 
 class ParsingTurns:

@@ -47,7 +47,10 @@ class Change(NamedTuple):
 
 
 class KvIndex:
-    """The blocks in a worker's prefix cache during one attachment; a `CacheWatch`."""
+    """The blocks in a worker's prefix cache, from the worker's attachment until its loss.
+
+    Implements `CacheWatch`, through which the core reports the blocks.
+    """
 
     def __init__(self, block_size: int, on_change: Callable[[], None]) -> None:
         """`on_change` is called at the first change, and at the first after each `take_changes`."""
@@ -57,7 +60,8 @@ class KvIndex:
         self._drawers: dict[int, dict[BlockHash, KvBlock]] = {0: {}}
         self._last_drawer = 0
         self._named: dict[BlockHash, tuple[BlockHash | None, str, bytes]] = {}
-        """The parent, salt and tokens of each block that is being published."""
+        """By hash: parent, salt and tokens of blocks that `on_named` announced as about to be
+        published."""
         self._changes: list[Change] = []
 
     def __len__(self) -> int:
@@ -120,7 +124,7 @@ class KvIndex:
         return changes
 
     def drawers(self) -> Iterator[list[KvBlock]]:
-        """Yield all blocks that exist at the call, drawer by drawer.
+        """Yield all blocks that exist at the call, as one list for each drawer.
 
         The index may change while the caller reads; `take_changes` has blocks that arrive later.
         """

@@ -43,7 +43,7 @@ class LayerNormConfig(ModelConfig):
     """Whether norms multiply by 1 + their weight; otherwise they multiply by their weight."""
     activation: str
     is_gated: bool
-    """Whether the feed-forward part is a `GatedMlp`."""
+    """Whether the feed-forward part has a gate (`GatedMlp`)."""
     rope: RopeConfig
     rotary_dim: int
     """How many of a head's first dimensions are rotated; an even number."""
@@ -55,7 +55,8 @@ class LayerNormConfig(ModelConfig):
     windows: tuple[int | None, ...]
     """By layer: the number of tokens that a token sees, itself included; None: all before it."""
     is_parallel: bool
-    """Whether the feed-forward part takes the layer's input, as attention does."""
+    """Whether attention and the feed-forward part both take the layer's input; otherwise the
+    feed-forward part takes the sum of the layer's input and attention's output."""
     has_mlp_norm: bool
     """Whether the feed-forward part has a norm of its own; otherwise it shares attention's."""
     has_qk_norm: bool
@@ -81,7 +82,8 @@ class _Family:
     is_parallel: _Flag = (None, False)
     has_qk_norm: _Flag = (None, False)
     shares_norm: bool = False
-    """Whether a parallel feed-forward part takes the same normalized input as attention."""
+    """Applies if `is_parallel` is true: whether attention and the feed-forward part take the same
+    normalized input; otherwise each has a norm of its own."""
     adds_one_to_norms: bool = False
     is_gated: bool = False
     has_kv_heads: bool = True
@@ -224,7 +226,9 @@ def read_layer_norm_config(fields: JsonFields) -> LayerNormConfig:
 
 
 def split_layer_norm_config(config: LayerNormConfig, place: Place) -> LayerNormConfig:
-    """Return the config of one rank's layers and heads; `windows` still covers all layers.
+    """Return the config of one rank's layers and heads.
+
+    `windows` still covers all layers, because its index is the layer's number in the whole model.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

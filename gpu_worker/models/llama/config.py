@@ -24,7 +24,7 @@ class NormNames:
 
     before_attention: str | None = "input_layernorm"
     after_attention: str | None = None
-    """The norm of attention's output, before it is added to the residual."""
+    """The norm that attention's output passes before the output is added to the residual."""
     before_mlp: str | None = "post_attention_layernorm"
     after_mlp: str | None = None
 
@@ -123,10 +123,13 @@ class _Family:
     """An architecture's defaults where config.json is silent, as in `transformers`."""
 
     bias_field: str | None = None
-    """The field that says whether queries, keys and values have biases; None: see `qkv_bias`."""
+    """The field that says whether queries, keys and values have biases; None: there is no such
+    field, and `qkv_bias` holds."""
     qkv_bias: bool = False
+    """Whether queries, keys and values have biases if `bias_field` does not say."""
     has_output_bias: bool = False
-    """Whether the attention's output projection has a bias if queries, keys and values have."""
+    """True: attention's output projection has a bias if queries, keys and values have biases.
+    False: it has none."""
     reads_mlp_bias: bool = False
     qk_norm: bool = False
     reads_qk_norm: bool = False
@@ -343,7 +346,9 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
 
 
 def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
-    """Return the config of one rank's layers and heads; `windows` still covers all layers.
+    """Return the config of one rank's layers and heads.
+
+    `windows` still covers all layers, because its index is the layer's number in the whole model.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

@@ -426,7 +426,10 @@ def _refuse_other_attention(
 
 
 def batch_dependent_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return a config's rotary embeddings that depend on the longest sequence of a batch."""
+    """Return the parameters of the rotary embeddings whose angles depend on the other sequences.
+
+    The longest sequence of a batch changes these angles for all sequences of the batch.
+    """
     parameters = getattr(config, "rope_parameters", None)
     if not isinstance(parameters, dict):
         return []

@@ -185,7 +185,7 @@ class ResponseBody(ResponseTools):
         )
 
     def request(self, prompt: str, request_id: str) -> GenerateRequest:
-        """Return the request for a prompt, before the output plan changes the request."""
+        """Return the request for a prompt, without what `OutputPlan.applied_to` adds to it."""
         return GenerateRequest(
             prompt=prompt,
             model=self.model,
