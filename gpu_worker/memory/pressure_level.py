@@ -44,8 +44,10 @@ def choose_thresholds(
     """Return the operator's thresholds; defaults are 3 % and 1 %, or less on an almost full device.
 
     Args:
-        warning: Share of total memory, at least `critical`; None: not set.
-        critical: Share of total memory, at most `warning`; None: not set.
+        warning: The operator's threshold for WARNING, as a share of `total`; at least `critical`;
+            None: not set.
+        critical: The operator's threshold for CRITICAL, as a share of `total`; at most `warning`;
+            None: not set.
         available: Available bytes when the worker is ready. The default thresholds are so low that
             the worker can use half of these bytes before memory counts as short.
         total: All bytes of the memory.

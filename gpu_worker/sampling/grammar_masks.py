@@ -91,7 +91,7 @@ class ForcedTokens:
 
 class _Promise(Protocol):
     def result(self) -> None:
-        """Wait until the work is done, or do it now. The work is done once."""
+        """Wait until the work is done. If no other thread does it, the first call does it."""
 
 
 class _AtNeed:
@@ -131,7 +131,10 @@ class _Row:
         """Whether no token is allowed."""
 
     def advance(self, token_id: int) -> bool:
-        """Advance by a sampled token; return whether the matcher has advanced, too."""
+        """Advance by a sampled token; return whether the matcher has it now.
+
+        If the token is part of a run, the matcher gets it only at the end of the run.
+        """
         self.sampled.append(token_id)
         num_sampled = len(self.sampled)
         # The row may sample another token if its other parameters suppress the run's token.
@@ -177,7 +180,7 @@ class RowGrammars:
         self._begun: dict[int, Future[None]] = {}
         """Compilation of grammars whose rows have not sampled yet, by row."""
         self._moves: list[_Promise] = []
-        """Jobs that advance grammars, one for each step since masks were last needed."""
+        """Jobs that advance grammars: one for each call of `expect` since the last `_catch_up`."""
         self._compiler = DaemonThread("grammar compiler")
         self._thread = DaemonThread("grammars") if is_beside else None
         # Runs are not used on a GPU: finding them takes the GIL, and a GPU draws all rows at once.
@@ -236,7 +239,7 @@ class RowGrammars:
         """Set to -inf the logits of tokens that the grammars do not allow.
 
         Args:
-            logits: float32[S, V] on the device; changed.
+            logits: float32[S, V] on the device; changed in place.
             rows: Rows that have a grammar.
             places: int64[len(rows)]: where each row's logits are in `logits`.
 
@@ -258,8 +261,8 @@ class RowGrammars:
         Args:
             rows: Rows that have a grammar.
             places: int64[len(rows)]: where each row's token is in the result of `token_ids`.
-            token_ids: Waits for the step's tokens. Called on the grammars' thread, or by
-                `restrict` or `forced`.
+            token_ids: Waits for the step's tokens and returns them. The grammars' thread calls it;
+                without this thread, the next call of `restrict` or `forced` does.
         """
         entries = [self._rows[row] for row in rows]
 
@@ -279,7 +282,7 @@ class RowGrammars:
             self._thread.stop()
 
     def _catch_up(self, rows: Sequence[int]) -> None:
-        """Advance all grammars by their tokens; finish compiling the grammars of `rows`."""
+        """Advance all grammars by the sampled tokens; finish compiling the grammars of `rows`."""
         for move in self._moves:
             move.result()
         self._moves.clear()

@@ -57,7 +57,10 @@ class ThinkingGrammar:
     """Maximum number of tokens of each section of thinking; None: no limit."""
 
     def before(self, _: Answer) -> str:
-        """Return the rule `before`: optional thinking, or the rest of thinking that has begun."""
+        """Return the rule `before`, which matches the thinking before an answer.
+
+        The thinking is optional; if the prompt has begun it, the rule matches the rest.
+        """
         thought = f"{self._thought} SPACE"
         body = (
             f"<[{self.begin}]>? {thought}" if self.has_begun else f"(<[{self.begin}]> {thought})?"
@@ -65,7 +68,7 @@ class ThinkingGrammar:
         return f"before: {body}\nSPACE: /\\s{{0,4}}/"
 
     def text(self) -> str:
-        """Return a grammar for free text in which thinking may begin again."""
+        """Return a grammar for text that may contain any number of sections of thinking."""
         free = f"<[^{self.begin}]>*"
         return f"start: {free} (<[{self.begin}]> {self._thought} {free})*"
 
@@ -96,7 +99,7 @@ class CallGrammar:
         self._rules: list[str] = []
 
     def calls(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
-        """Return a grammar for one or several calls, each of any function."""
+        """Return a grammar for one call of any function, or more calls if `may_be_several`."""
         body = self._body(functions, may_be_several=may_be_several)
         return self._with_rules(f"start: {body}")
 
@@ -146,7 +149,7 @@ class CallGrammar:
         return self._with_rules(f"start: {calls} | {form}")
 
     def _calls_or_text(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
-        """Return a grammar for calls, or else for text that does not begin like a call.
+        """Return a grammar for an output that is calls, or text that does not begin like a call.
 
         The lexer takes the term that matches most characters. If a call began with several short
         terms, the term TEXT would match more characters and win. So the first call's whole

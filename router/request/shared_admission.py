@@ -63,6 +63,6 @@ class SharedAdmission:
             enter_as(tenant, key_name)
 
     def check_operator(self) -> None:
-        """Raise `PermissionDeniedError` if the call's API key belongs to a tenant."""
+        """Raise `PermissionDeniedError` if the call's API key is a tenant's, not an operator's."""
         if self.has_api_keys:
             check_operator()

@@ -30,7 +30,10 @@ class DnsResolver:
     """The system's resolver."""
 
     async def resolve(self, host: str, port: int) -> Sequence[str]:
-        """See `Resolver`. If a name has IPv4 and IPv6 addresses, only the IPv4 ones count."""
+        """See `Resolver`. If a name has IPv4 and IPv6 addresses, only the IPv4 ones count.
+
+        A process may have an address of each family, and would otherwise be found twice.
+        """
         found = await asyncio.get_running_loop().getaddrinfo(host, port, type=socket.SOCK_STREAM)
         family = min((each[0] for each in found), default=socket.AF_INET)  # INET before INET6
         return sorted({join(str(each[4][0]), port) for each in found if each[0] == family})
@@ -117,7 +120,7 @@ class MemberTask(Protocol):
     target: str
 
     async def run(self) -> None:
-        """Run until cancelled; raises an error on failure."""
+        """Run until cancelled; an error that it raises ends `keep_members`."""
 
 
 M = TypeVar("M", bound=MemberTask)
@@ -159,7 +162,7 @@ async def keep_members(
 
 
 async def _wait(discovery: Discovery, tasks: dict[asyncio.Task[None], M]) -> None:
-    """Wait until the next lookup is due; raise the error of a failed task."""
+    """Wait until the next lookup is due; if a member's task fails first, raise its error."""
     if not tasks:
         await asyncio.sleep(discovery.interval_s)
         return

@@ -33,27 +33,27 @@ _DTYPE: Final = torch.bfloat16
 
 
 class _Size(NamedTuple):
-    """The capacity of a program, and the properties that decide which calls it has."""
+    """The capacity of a program, and the properties that decide which kernels it calls."""
 
     num_tokens: int
     num_wanted: int | None
     """The number of wanted tokens, rounded up; None: all tokens are wanted."""
     has_partials: bool
-    """Whether attention may split sequences and leave partial results."""
+    """Whether attention may split sequences, and then merge the splits' partial results."""
     num_ranks: int
     """The highest rank of the tokens' adapters, rounded up; 0: no token has an adapter."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _StepProgram:
-    """A program for steps of one size, and its memory."""
+    """A program for all steps whose sizes round up to the same `_Size`, and its memory."""
 
     run: Program
     partials: tuple[str, ...]
     """Names of the areas of memory for attention's partial results. Each run of the program gets
     the address of each area. The layers use the areas in turn."""
     memory: tuple[torch.Tensor, ...]
-    """Tensors that must live as long as the program."""
+    """Tensors that must live as long as the program, whose calls have the tensors' addresses."""
 
 
 class NativeDecoder:
@@ -222,6 +222,9 @@ class NativeDecoder:
 
 
 def _rounded_up(count: int) -> int:
-    """Round up to a power of two or a multiple of `_LARGE_TOKENS`, so that few sizes occur."""
+    """Round up, so that few sizes occur.
+
+    Up to `_LARGE_TOKENS` the result is a power of two, above it a multiple of `_LARGE_TOKENS`.
+    """
     power = 1 << (count - 1).bit_length() if count else 0
     return power if power <= _LARGE_TOKENS else -(-count // _LARGE_TOKENS) * _LARGE_TOKENS

@@ -34,8 +34,8 @@ class NativeShape:
     has_qk_norm: bool
     """Whether each head of queries and keys is normalised."""
     is_gated: bool
-    """Whether the call of the map `gate_up`, or of its adapters, also computes the gated
-    product."""
+    """Whether the call of the map `gate_up`, or of its adapters, also computes
+    `silu(gate) * up`."""
     num_ranks: int = 0
     """The largest rank R of adapters; 0: there are no adapters."""
 
@@ -52,7 +52,7 @@ class AdaptedWork:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Workspace:
-    """The outputs of one layer's calls, in the order of the calls, all in bfloat16."""
+    """Memory for the results of one layer: a bfloat16 tensor for each kernel call, in order."""
 
     residual: torch.Tensor  # [T, E]: the sum of all layers before; unused in the first layer
     normed: torch.Tensor  # [T, E]

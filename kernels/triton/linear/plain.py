@@ -32,7 +32,7 @@ def _linear_kernel(
 
     There is one program for each tile of `out`. All programs add their products in the same order,
     from the first to the last input feature. Programs with the same columns run one after another,
-    so the weights are read from memory only once.
+    so all but the first can find the weights in the device's cache.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
@@ -55,7 +55,7 @@ def _linear_kernel(
 
 
 def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
-    """Compute `kernels.reference.linear` for a contiguous `weight`.
+    """Return what `kernels.reference.linear` returns; `weight` must be contiguous.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

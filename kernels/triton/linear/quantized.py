@@ -21,9 +21,9 @@ RUN: Final = 32
 _ONE_TILE: Final = BY_ROWS[1]
 _MAX_SPLITS: Final = 16
 """The limit on splits of the input features. The smallest tile size is for few rows. Few rows make
-few tiles of `out`, too few to fill the device with one program each, so several programs share a
-tile's input features. With larger tile sizes the features are not split. The limit was not
-measured."""
+few tiles of `out`, too few to fill the device with one program each. So several programs compute a
+tile, each from a part of the input features (a split). With larger tile sizes the features are not
+split. The limit was not measured."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -50,7 +50,7 @@ def _quantized_linear_kernel(
 ):
     """`out = x @ (values * scale + offset) + bias`, with weights and sums computed in fp32.
 
-    There is one program for each pair of a tile of `out` and a split of K.
+    There is one program for each tile of `out` and each split, which is a part of the K features.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -107,10 +107,11 @@ def dequantized_product(
 ):
     """Return the sums of `x @ (values * scale + offset)`, fp32 [ROWS, COLUMNS].
 
-    The sums are over tiles [`first`, `last`) of RUNS * 32 input features. A weight is computed in
-    fp32, and rounded to the dtype of `x` before its product. With 4 bits, each byte holds the
-    weights of two input features that are 16 apart. One product takes all low nibbles, and another
-    takes all high nibbles, so that no interleaving is needed.
+    The input features are divided into pieces of RUNS runs. The sums are over the pieces from
+    `first` to `last` - 1. A weight is computed in fp32, and rounded to the dtype of `x` before its
+    product. With 4 bits, each byte holds the weights of two input features that are 16 apart. One
+    product takes all low nibbles, and another takes all high nibbles, so that no interleaving is
+    needed.
     """
     dtype: tl.constexpr = x_row.dtype.element_ty
     is_mxfp4: tl.constexpr = scales.dtype.element_ty == tl.uint8
@@ -222,12 +223,13 @@ def quantized_linear(
     *,
     has_one_tile: bool = False,
 ) -> torch.Tensor:
-    """Return `x @ w + bias` [T, N], as `kernels.reference.quantized_linear` says.
+    """Return what `kernels.reference.quantized_linear` returns for the same arguments.
 
-    `values`, `scales` and `offsets` are contiguous. Other rows affect a row's result only through
-    their number, which decides the tile size and the splits of K. If `has_one_tile`, other rows do
-    not affect a row's result at all. If T is at most 16, the op needs up to 16 * T * N fp32 numbers
-    of scratch memory.
+    `values`, `scales` and `offsets` must be contiguous. Other rows affect a row's result only
+    through their number, which decides the tile size and the number of splits. If `has_one_tile`,
+    there is only one tile size and no split, so other rows do not affect a row's result at all. If
+    T is at most 16, there can be 16 splits, whose sums need up to 16 * T * N fp32 numbers of
+    scratch memory.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.
@@ -289,7 +291,7 @@ def check_weight(
     """Require a weight, or a stack of weights, that the kernels can multiply with `x` [*, K].
 
     Returns:
-        The number of input features of a group.
+        The size of a group: how many consecutive input features share a scale.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -61,7 +61,10 @@ class ChoiceShape(Protocol):
         """Return the extra fields that a whole answer or a stream's first event has."""
 
     def delta(self, index: int, delta: OutputDelta) -> Json | str:
-        """Return a chunk's choice; a string stands for `choice_of_text(index, string)`."""
+        """Return a chunk's choice, or only its text, as `is_text_only` says.
+
+        A returned `text` stands for the choice `choice_of_text(index, text)`.
+        """
 
     def choice_of_text(self, index: int, text: str) -> Json:
         """Return a chunk's choice that has only a text."""
@@ -95,9 +98,9 @@ class CompletionShape:
         has_prompt_logprobs: bool = False,
         has_token_ids: bool = False,
     ) -> None:
-        """`prompt` returns the prompt of a choice that has started.
+        """`prompt` returns a choice's prompt; it is called with the choice's index.
 
-        `is_echo_only` tells whether only the prompt is shown.
+        `is_echo_only`: whether the client wants only the prompt back, and no output.
         """
         self._is_echo_only = is_echo_only
         self._has_token_ids = has_token_ids
@@ -249,7 +252,7 @@ def usage_json(usages: Sequence[Usage]) -> Json:
 
 
 def model_json(model: Model, created: int) -> Json:
-    """Return a model's JSON; its fields `root`, `max_model_len` and `parent` are vLLM's."""
+    """Return a model's JSON, with the fields `root`, `max_model_len` and `parent` as in vLLM."""
     described: Json = {
         "id": model.id,
         "object": "model",

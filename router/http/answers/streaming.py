@@ -51,10 +51,10 @@ async def stream(
     Args:
         sse: The response, not yet started.
         send: Puts all events into `sse`, including the end of the stream.
-        fail: Sends an error as an event, once the status is sent.
+        fail: Sends an error as an event; called only after the status has been sent.
         request_id: Names the call in the log.
-        head: Returns the bytes between the headers and the first event.
-        is_accepted: Whether the call can no longer be refused, so that the status is sent at once.
+        head: Returns the bytes to send after the headers, before the events of `send`.
+        is_accepted: Whether the call can no longer be refused. If so, the status is sent at once.
 
     Raises:
         QuireError: The call was refused before this function sent anything.

@@ -1,4 +1,4 @@
-"""A heap from which any item can be removed: removed entries are marked and collected later.
+"""A heap from which any item can be removed; the entry of a removed item leaves the heap later.
 
 Adding and removing cost O(log n), amortized.
 """
@@ -20,7 +20,8 @@ class MarkedHeap(Generic[ItemT]):
     def __init__(self) -> None:
         self._heap: list[tuple[Key, int, int, ItemT]] = []
         self._entries: dict[ItemT, int] = {}
-        """Maps each item to the number of its heap entry. All other entries count as removed."""
+        """Maps each item to the number that `push` gave to the item's heap entry. All other entries
+        count as removed."""
         self._num_pushed = 0
 
     def __len__(self) -> int:
