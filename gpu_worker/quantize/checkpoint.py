@@ -72,7 +72,7 @@ def write_checkpoint(
     only when it is complete.
 
     Raises:
-        ModelError: The checkpoint stores a map under another name, or cannot be read.
+        ModelError: The checkpoint cannot be read, or has no tensor NAME.weight for a map's NAME.
     """
     unfinished = out.with_name(f".{out.name}.unfinished")
     shutil.rmtree(unfinished, ignore_errors=True)

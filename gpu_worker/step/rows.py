@@ -71,7 +71,10 @@ class Rows:
     """All rows of a worker. `apply` is called once per step, in order, before the step computes."""
 
     def __init__(self, limits: Limits, *, has_guesses: bool = False) -> None:
-        """`has_guesses`: whether `advance` is called after each step."""
+        """`has_guesses`: whether rows may decode with guesses.
+
+        If so, `advance` must be called after each step, to count the tokens that rows gained.
+        """
         num_rows = limits.max_num_seqs
         self._has_guesses = has_guesses
         self._limits = limits

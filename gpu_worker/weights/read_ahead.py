@@ -1,9 +1,10 @@
-"""Reads tensors' bytes into the page cache, in parallel, before the tensors are converted.
+"""Reads tensors' bytes into the page cache, in parallel, before the tensors are loaded.
 
-A mapped file is read sequentially: each access waits for the pages around it. Disks, above all
-those behind a network, are faster with several large reads at once. The process does not keep the
-bytes that it reads: they stay in the page cache, from which the system can drop them. vLLM's
-loading strategy "prefetch" also reads files into the page cache.
+The files are mapped into memory. Without this module, a file would be read piece by piece, because
+each access waits until the pages around it have been read. Disks, above all those behind a network,
+are faster with several large reads at once. The process does not keep the bytes that it reads: they
+stay in the page cache, from which the system can drop them. vLLM's loading strategy "prefetch" also
+reads files into the page cache.
 """
 
 import os
@@ -48,8 +49,8 @@ class ReadAhead:
     """Reads extents of files into the page cache, in the order in which they are needed.
 
     Reading ahead stops at `AHEAD_BYTES` after the extent in use, or at a quarter of the free memory
-    if this quarter is less. An extent larger than half of the free memory is left out, because its
-    beginning would be dropped before its end is read.
+    if this quarter is less. An extent larger than half of the free memory is left out, because the
+    system might drop its beginning from the page cache before its end is read.
     """
 
     def __init__(
@@ -85,8 +86,8 @@ class ReadAhead:
         """Wait until the next extent has been read, and begin to read extents after it.
 
         Raises:
-            ModelError: Reading failed twice. Without the error, a mapped access to the bytes would
-                end the process.
+            ModelError: Bytes of the extent could not be read, even at the second attempt. Without
+                the error, a mapped access to these bytes would end the process.
         """
         if not self._started and self._waiting:
             self._start(self._waiting.popleft())

@@ -38,7 +38,7 @@ _CANCELLED_AT_ONCE: Final = 64
 _MAX_TIMEOUT_S: Final = 1e9
 _MAX_NUMBER: Final = 2**64 - 1
 _EVENT_BYTES: Final = 32
-"""About the size of an event without text, tokens and log-probabilities."""
+"""The approximate size of an event, not counting its text, tokens and log-probabilities."""
 _LOGPROB_BYTES: Final = 200
 
 _CANCELLED: Final = 1

@@ -1,7 +1,10 @@
 """Reads gpt-oss's messages: each has a channel, and perhaps a recipient, before its text.
 
-<|channel|>analysis<|message|>…<|end|><|start|>assistant<|channel|>commentary to=functions.add
-<|constrain|>json<|message|>{"a": 1}<|call|>
+For example, thinking and then a tool call (the line breaks are not in the output)::
+
+    <|channel|>analysis<|message|>…<|end|>
+    <|start|>assistant<|channel|>commentary to=functions.add
+    <|constrain|>json<|message|>{"a": 1}<|call|>
 """
 
 import re

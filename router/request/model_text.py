@@ -160,7 +160,10 @@ class ModelText:
         return OutputParsers(tools, thinking, self._tokenizer.token_id, self._tokenizer.is_special)
 
     async def run(self, work: Callable[[], T]) -> T:
-        """Run `work` in a thread and return its result; raises `TooBusyError` as `prepare` does."""
+        """Run `work` in a thread and return its result.
+
+        Raises `TooBusyError` if `max_pending_prompts` calls are pending.
+        """
         return await self._prompts.run(work)
 
     def infill(self, prefix: str, suffix: str) -> str:

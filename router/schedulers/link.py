@@ -111,8 +111,8 @@ class SchedulerLink:
         self.superseded_epochs: frozenset[int] = frozenset()
         """Epochs of the schedulers whose workers the latest scheduler has taken over."""
         self.away_since: float | None = asyncio.get_running_loop().time()
-        """When the link was made or lost its scheduler, on the event loop's clock; None: the link
-        is connected."""
+        """Since when the link has had no scheduler, on the event loop's clock; None: the link is
+        connected."""
         self.table = LiveTable(of_model(config.model_name))
         """The scheduler's live sequences; without a scheduler, the sequences wait for the next
         scheduler."""

@@ -1,8 +1,8 @@
 r"""Computes the bytes that each token of a vocabulary adds to a text.
 
-The `decoder` of a `tokenizer.json` defines how token strings become text. Decoders of language
-models work token by token, except for a space at the very beginning. So the whole vocabulary can be
-converted to bytes once:
+The `decoder` of a `tokenizer.json` defines how token strings become text. The decoder of a language
+model converts each token without regard to its neighbours, except that it may remove a space at the
+beginning of a text (`LeadingSpace`). So the whole vocabulary can be converted to bytes once:
 
 * byte-level (GPT-2, Llama 3, Qwen): each character of the token stands for one byte;
 * SentencePiece-like (Llama 2, Mistral, Gemma): "▁" stands for a space, `<0xE2>` for one byte;

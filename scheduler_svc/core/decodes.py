@@ -63,8 +63,8 @@ class SteadyDecodes:
         self._ends = StepWheel()
         self._crossing: list[dict[Sequence, StepId]] = [{} for _ in range(config.block_size)]
         """Indexed by the step modulo `block_size`: the sequences that cross a block boundary in
-        that step, each with its last step. A sequence stays at its index until it has no further
-        boundary, because it crosses a boundary every `block_size` steps."""
+        that step, each with the step that samples its last token. A sequence stays at its index
+        until it has no further boundary, because it crosses a boundary every `block_size` steps."""
 
     @property
     def num_next(self) -> int:
@@ -184,7 +184,7 @@ class DraftedDecodes:
         return self._owners(due)
 
     def send(self, step: StepId) -> None:
-        """Do nothing: `num_next` counts the rows at each call."""
+        """Do nothing: `num_next` is counted at each call, so no counter has to change here."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
         has_ended = self._decodes & (self._rows.num_tokens_by_row >= self._length)

@@ -163,7 +163,8 @@ class Migrator:
     ) -> None:
         """Move a request in one turn of the event loop; its blocks are at the target already.
 
-        `receive` is called to let the target core find the copied blocks.
+        When the target core has made room for the request, this method calls `receive`, which lets
+        the target core find the copied blocks.
 
         Raises:
             FailedPreconditionError: The request cannot be moved.

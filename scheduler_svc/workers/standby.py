@@ -28,8 +28,8 @@ takeover needs about two seconds in which all routers are silent."""
 _SILENCE_WITH_FREE_LEASE_S: Final = 1.0
 """How long a scheduler may be silent before a takeover, while the Lease is free."""
 _NEW_WORKER_S: Final = 2.0
-"""How long to leave a new worker to the serving scheduler, which tries to attach it twice a second.
-"""
+"""How long a worker that never had a scheduler must wait before a standby takes it. The serving
+scheduler, which tries to attach such a worker twice a second, comes first."""
 
 log = structlog.get_logger()
 
@@ -108,8 +108,9 @@ async def wait_for_vacancy(
 class _Watch:
     """Polls one worker, and measures how long its scheduler has been silent.
 
-    Silence is measured by counting answered polls, not by the clock. So time in which the standby
-    itself was suspended, or the worker was too busy to answer, does not count as silence.
+    The silence grows by `_POLL_INTERVAL_S` with each answer that shows no new heartbeat of the
+    scheduler. So time in which the standby itself was suspended, or the worker was too busy to
+    answer, does not count as silence.
     """
 
     def __init__(

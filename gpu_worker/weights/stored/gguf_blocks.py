@@ -13,7 +13,8 @@ from gpu_worker.weights.quantized_linear import Quantization, QuantizedWeight
 from model_files.gguf_header import TENSOR_TYPES
 
 Parts: TypeAlias = tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]
-"""Integers int8[N, B, groups, group size], scales and offsets float32[N, B, groups]."""
+"""Integers int8[N, B, groups, group size]; scales and offsets float32[N, B, groups]. The
+offsets are None if the type of the blocks has none."""
 
 
 def unpack_blocks(kind: str, rows: torch.Tensor) -> QuantizedWeight:

@@ -100,8 +100,8 @@ def grouped_quantized_linear(
 ) -> torch.Tensor:
     """Compute `kernels.reference.grouped_quantized_linear`; weights and `bias` must be contiguous.
 
-    The host reads nothing from the device, so a captured graph works for any division of the rows
-    among the maps. Other rows affect a row's result only through R, which decides the tile size.
+    Only the device reads `ends`, which divides the rows among the maps. So a captured graph works
+    for any division. Other rows affect a row's result only through R, which decides the tile size.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

@@ -41,7 +41,7 @@ _FREE_SIGN, _SIGN = "░", "█"
 
 
 def draw(console: Console, title: str, before: Snapshot, now: Snapshot) -> RenderableType:
-    """Draw a frame of the console's height; sequences fill the lines that remain."""
+    """Draw a frame; its last panel lists as many sequences as the console has lines left."""
     rates = rates_between(before, now)
     parts: list[RenderableType] = [
         Text.from_markup(title),
