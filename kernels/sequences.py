@@ -1,4 +1,4 @@
-"""The sequences to which a launch of attention attends.
+"""The sequences whose KV a step's attention reads.
 
 Symbols: `S` sequences, `M` max blocks per sequence.
 """
@@ -48,7 +48,7 @@ class Sequences:
     token."""
     max_query_len: int = 1
     shared: SharedPrefixes | None = None
-    """The prefixes that sequences share; None: each sequence attends to all its blocks alone."""
+    """Prefixes that sequences share; None: attention reads each sequence's blocks separately."""
     scratch: dict[tuple[int, ...], torch.Tensor] = field(default_factory=dict)
     """Scratch memory for partial results, by shape; launches use the same memory one after another.
     For a CUDA graph, the memory must be allocated within the capture, so that the graph keeps it.

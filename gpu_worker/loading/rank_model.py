@@ -65,7 +65,7 @@ class RankModel:
     max_num_blocks: int | None
     """The largest size of the pool, in blocks; None: its size is fixed."""
     rates: Rates
-    """The rates of the whole model, as its slowest ranks allow."""
+    """The speeds of swaps, prefill and the disk; of several ranks the slowest determines each."""
     abilities: Abilities
     identity: bytes | None
     """A hash of everything that determines the KV; None: random weights, or no KV."""
@@ -105,8 +105,9 @@ def _load_rank_model(
 
     Each rank first checks everything that needs no weights. Then the ranks connect, before any of
     them loads weights. Weights are loaded before KV memory is allocated, because on a GPU the KV
-    pool gets the memory that the largest step leaves. The executor is built last: graphs are
-    captured at the pool's final addresses, and rates are measured with all parts in place.
+    pool gets the memory that the weights and the largest step leave free. The executor is built
+    after the pool, because CUDA graphs contain the pool's addresses. At the end, if there is a
+    host tier, the speed of swaps and of prefill is measured.
     """
     checked = check_model(member, report)
     settings, device = checked.settings, checked.device
@@ -215,7 +216,7 @@ def check_same_adapters(adapters: Mapping[int, Adapter], ranks: Ranks) -> None:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Memory:
-    """The KV memory of all tiers, and the limits with the tiers' numbers of blocks."""
+    """The KV memory of all tiers, and the worker's limits, with the size of each tier in blocks."""
 
     pool: KvPool
     tiers: LowerTiers
@@ -370,7 +371,8 @@ def _adapter_slots(
 ) -> AdapterSlots | None:
     """Make a GPU's slots for adapters; None on a CPU, or if the worker starts without adapters.
 
-    Slots double the number of graphs; without slots, steps with adapters run without graphs.
+    With slots, graphs are captured for steps with adapters, too, which doubles the number of
+    graphs. Without slots, steps with adapters run without graphs.
     """
     if not adapters or device.type != "cuda":
         return None
@@ -381,10 +383,10 @@ def _adapter_slots(
 
 
 def _num_graph_sets(settings: WorkerSettings, device: torch.device) -> int:
-    """Return the number of sets of graphs to leave room for.
+    """Return how many sets of graphs the KV pool must leave memory for.
 
-    A set of graphs with adapters counts as two, because these graphs launch about twice as many
-    kernels and take twice the memory.
+    One set is for steps without adapters. The set for steps with adapters counts as two, because
+    its graphs launch about twice as many kernels and take twice the memory.
     """
     if not has_graphs(settings, device):
         return 0

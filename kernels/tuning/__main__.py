@@ -7,7 +7,7 @@ candidate configuration, over several workloads. Each time is divided by the tim
 configuration takes. The candidate with the least sum of these quotients wins. The device's file
 gets a rule that chooses this candidate for the shape, before all other rules. The file is in
 `kernels/triton/configs` and is named after the device; commit it. --out names another file. The
-file is written after each of the two kernels.
+command writes the file when decode attention is tuned, and again when prefill attention is tuned.
 
 --processes compiles the candidates beforehand, in that many processes. --quick tries only a few
 candidates. --cpu-smoke needs no GPU, and shows that the script works. Its times mean nothing and

@@ -113,7 +113,7 @@ class LoadingCalls:
             _tolerate(target, error, tolerated, may_be_standby=may_be_standby)
 
     async def sum_of_loads(self, targets: Mapping[str, bool]) -> Load | None:
-        """Return the sum of the loads of the schedulers that answer; None: none answers."""
+        """Return the `Load` of all schedulers that answer, summed; None: no scheduler answers."""
 
         async def one(target: str) -> Load | None:
             async with open_channel(target, tls=self._tls) as channel:
@@ -129,7 +129,7 @@ class LoadingCalls:
 def _tolerate(
     target: str, error: QuireError, tolerated: list[QuireError], *, may_be_standby: bool
 ) -> None:
-    """Append an error to `tolerated` if another scheduler's answer suffices; raise other errors."""
+    """Append a `NotFoundError`, or a standby's `UnavailableError`, to `tolerated`; raise others."""
     if not isinstance(error, NotFoundError):
         if not (may_be_standby and isinstance(error, UnavailableError)):
             raise error

@@ -1,4 +1,7 @@
-"""Stores the turns of several routers in PostgreSQL; `quire[postgres]` installs the driver."""
+"""Stores turns (API calls with their output) in a PostgreSQL database that several routers share.
+
+`quire[postgres]` installs the driver.
+"""
 
 from collections.abc import Callable, Sequence
 from typing import Any, Final, TypeVar

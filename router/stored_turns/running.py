@@ -168,7 +168,7 @@ class RunningTurn:
 
     @property
     def status(self) -> TurnStatus:
-        """The status that follows from the ends of the outputs."""
+        """The turn's status, which follows from the reasons for which its outputs ended."""
         reasons = {e.finish_reason for e in self._last if isinstance(e, OutputFinished)}
         if FinishReason.CANCELLED in reasons:
             return TurnStatus.CANCELLED

@@ -23,7 +23,7 @@ from rpc.http2.turns import ParsingTurns
 from rpc.security.client_certificates import auth_context
 
 _PREFACE_S: Final = 10.0
-"""Longest wait for a client's first settings."""
+"""How long a new connection waits for the client's first SETTINGS frame."""
 _LINGER_S: Final = 2.0
 """How long a connection that closes may take to send its remaining bytes."""
 _RECEIVE_WINDOW_BYTES: Final = 1024 * 1024

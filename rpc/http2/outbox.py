@@ -125,7 +125,7 @@ class Outbox:
         stream.sent.set()
 
     def widen(self, stream: OutStream | None) -> None:
-        """Continue after the client has widened a stream's window; None: the connection's."""
+        """Continue after the client has widened the window of `stream`; None: of the connection."""
         if stream is not None and stream.unsent is not None and not stream.is_queued:
             stream.is_queued = True
             self._queue.append(stream)

@@ -52,7 +52,7 @@ class NameInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
         continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
         handler_call_details: grpc.HandlerCallDetails,
     ) -> Any:
-        """Wrap the handler in a check of the caller, who is unknown before the handler runs."""
+        """Make the handler check its caller, because the caller is known only in the handler."""
         handler = await continuation(handler_call_details)
         return None if handler is None else rewrapped(handler, self._guarded)
 

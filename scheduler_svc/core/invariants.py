@@ -121,7 +121,7 @@ def _check_queue(core: Scheduler, live: list[Sequence]) -> None:
 
 
 def _check_requests(core: Scheduler, live: list[Sequence]) -> None:
-    """Check the leaders of siblings, and the number of outputs above the lowest priority."""
+    """Check each sibling's leader, and the count of outputs whose priority is not the lowest."""
     siblings = [sibling for seq in live for sibling in seq.siblings]
     _expect(
         {seq for seq in live if seq.status is SeqStatus.SIBLING} == set(siblings)

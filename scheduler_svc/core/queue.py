@@ -1,9 +1,10 @@
 """The sequences that wait for admission, in the policy's order and by deadline.
 
-Short sequences wait in one lane, long ones in another. The policy gives each sequence a level and
-an account (`policies/policy.py`). A lane has one *line* for each level and account. Within a line
-the order is fixed. So the first sequence of a lane is the first in one of the lines of the lane's
-lowest level, and finding this sequence costs O(accounts).
+Sequences that have few tokens to compute are *short*, all others are *long*. Short sequences wait
+in one lane, long ones in another. The policy gives each sequence a level and an account
+(`policies/policy.py`). A lane has one *line* for each level and account. Within a line the order is
+fixed. So the first sequence of a lane is the first in one of the lines of the lane's lowest level,
+and finding this sequence costs O(accounts).
 """
 
 from bisect import bisect_left, insort
@@ -16,7 +17,11 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 
 
 class WaitingQueue:
-    """A queue with two lanes, so that short sequences can overtake long ones that may not start."""
+    """A queue with two lanes, for short and long sequences.
+
+    The number of long sequences that prefill at the same time is limited (`TokenBudget.may_start`).
+    While a long sequence waits for this reason, short sequences overtake it.
+    """
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
         """Make an empty queue.
@@ -78,7 +83,7 @@ class WaitingQueue:
         self._count(self._seq_id_to_lane[seq.seq_id], -num_cached_tokens)
 
     def remove(self, seq: Sequence) -> None:
-        """Remove a sequence; the caller changes its status afterwards."""
+        """Remove a sequence, which must still have the status that it had in the queue."""
         self.num_swapped -= seq.status is SeqStatus.SWAPPED
         lane = self._seq_id_to_lane.pop(seq.seq_id)
         lane.remove(seq)

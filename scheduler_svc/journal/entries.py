@@ -117,8 +117,8 @@ def encode_entry(
 def describe_plan(plan: Plan) -> dict[str, Any]:
     """Return the fields of a plan as plain values, which people can read and code can compare.
 
-    The tokens of a new sequence are replaced by their number and checksum, because its request
-    already has them.
+    A new sequence's tokens are replaced by their number and checksum, because the entries of
+    earlier calls already contain these tokens.
     """
     described: dict[str, Any] = {"num_scheduled_tokens": plan.num_scheduled_tokens}
     for each in fields(plan):
@@ -141,7 +141,10 @@ def describe_plan(plan: Plan) -> dict[str, Any]:
 
 
 def _without_defaults(value: object) -> object:
-    """Return the fields of a dataclass object that differ from their defaults."""
+    """Return the fields of a dataclass object that differ from their defaults.
+
+    Return any other value unchanged.
+    """
     if not is_dataclass(value) or isinstance(value, type):
         return value
     return {

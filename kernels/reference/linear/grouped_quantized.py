@@ -1,6 +1,6 @@
 """Linear maps for groups of rows, with weights of 8 or 4 bits, in plain torch.
 
-Symbols: `R` rows that are mapped, `X` maps, `K` input features, `N` output features, `G` groups of
+Symbols: `R` rows of the result, `X` maps, `K` input features, `N` output features, `G` groups of
 input features.
 """
 
@@ -30,7 +30,8 @@ def grouped_quantized_linear(
     MXFP4, uint8. `bias` is [X, N], of the dtype of `x`.
 
     Returns:
-        A new tensor `[R, N]`. Elements that no map writes are undefined.
+        `out`, a new tensor [R, N]. If i is not below any end, it has no map, and row `places[i]` is
+        undefined.
     """
     out = x.new_zeros(num_rows, values.shape[2])
     start = 0

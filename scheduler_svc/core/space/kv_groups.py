@@ -13,8 +13,8 @@ at these block indices::
     [first, end)    held; `end` leaves room for the tokens that a prefilling sequence computes next
     [end, ..)       not allocated yet
 
-A place without a block has the null block, which is block 0. The core holds the null block forever,
-so it is never allocated; no token reads it.
+A place without a block has the null block, which is block 0. No token reads the null block. The
+core holds the null block forever, so that no sequence can allocate it.
 
 All groups allocate from one pool, because their blocks have the same size. The hash of a block
 covers both the tokens and the group, so pools, tiers and labels need not know about groups.
@@ -39,16 +39,16 @@ class KvGroups:
         self.is_plain = not config.has_windows
         """Whether there is only one group and it has no window; then no table has a null block."""
         self.num_null = 0 if self.is_plain else 1
-        """Number of blocks of the pool that no sequence can get."""
+        """Number of null blocks in the pool: 0 or 1."""
         self._windows = config.kv_windows
         self._with_window = [g for g, w in enumerate(self._windows) if w is not None]
         self._groups_by_window: dict[KvWindow, list[int]] = defaultdict(list)
         for group in self._with_window:
             self._groups_by_window[self._windows[group]].append(group)
         self.has_states = STATE_WINDOW in self._windows
-        """Whether the model has recurrent layers. A recurrent state cannot be rolled back by a
-        token. So to compute a token again, a sequence must start at an earlier full block or at its
-        beginning."""
+        """Whether the model has recurrent layers. A recurrent state cannot be rolled back to an
+        earlier token. So to compute a token again, a sequence must start at an earlier full block
+        or at its beginning."""
         self.published = [g for g, w in enumerate(self._windows) if w in {None, STATE_WINDOW}]
         """The groups whose blocks a decoding sequence publishes as soon as the blocks are full."""
         self._block_size = size = config.block_size
@@ -79,11 +79,11 @@ class KvGroups:
         ]
 
     def ahead(self, first: int, num_computed: int, num_blocks: int) -> list[int]:
-        """Return the places from block index `first` on where a starting sequence needs new blocks.
+        """Return where a starting sequence needs new blocks: places from block index `first` on.
 
         Args:
             first: How many block indices the reused prefix has.
-            num_computed: The number of tokens with KV.
+            num_computed: How many of the sequence's tokens already have KV.
             num_blocks: The number of block indices of the sequence's known tokens.
         """
         ends = [self._end(group, num_computed, num_blocks) for group in range(self.num)]
