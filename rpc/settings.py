@@ -43,7 +43,7 @@ PositiveInt = Annotated[int, Field(ge=1)]
 ModelName = Annotated[
     str, BeforeValidator(lambda value: os.fspath(value) if isinstance(value, Path) else value)
 ]
-"""A name or path of a model, as for `model_files.locate.find_model`."""
+"""A name or path of a model, of any kind that `model_files.locate.find_model` takes."""
 
 _MAX_UDS_PATH_BYTES = 107
 """Maximum length of a Unix socket's path, set by the kernel."""

@@ -23,7 +23,7 @@ def read_abilities(directory: Path, config: ModelConfig, num_ranks: int) -> Abil
     """Find out which tasks the model in a directory can do.
 
     Raises:
-        ModelError: sentence-transformers' files ask for something unsupported.
+        ModelError: A file of sentence-transformers in the directory asks for something unsupported.
     """
     fields = read_json(directory / "config.json")
     size = next((fields.positive_int(name) for name in _SIZE_FIELDS if fields.has(name)), 0)

@@ -1,7 +1,8 @@
 """Converts numbers in registers to and from the formats of a quantized cache (`kv_formats`).
 
 fp8 (e4m3) is converted with integer operations, in tensors of uint8, because only devices from
-sm_89 on can convert it in hardware. So the numbers are the same on all devices.
+sm_89 on can convert it in hardware. All devices use these operations, so the converted numbers are
+the same on all of them.
 """
 # mypy: allow-untyped-defs, allow-incomplete-defs, allow-untyped-decorators
 # ruff: noqa: ANN001, ANN201, ANN202  Triton infers the types inside kernels

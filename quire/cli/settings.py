@@ -190,7 +190,7 @@ class KvSettings(RouterTargetSettings):
     first_block: Annotated[int, Field(ge=0, lt=2**31)] = 0
     """The number of the first block to show."""
     first_seq_id: Annotated[int, Field(ge=0, lt=2**63)] = 0
-    """The number of the first sequence to show."""
+    """Show the sequences from this number on; the numbers are in the column `seq`."""
     max_sequences: Annotated[int, Field(ge=0, le=1024)] = 256
     """Maximum number of sequences to show per worker."""
     json_: Annotated[bool, Field(alias="json")] = False
@@ -439,7 +439,7 @@ class QuantizeSettings(_CommandSettings):
     """Number of input features that share a scale. A smaller group loses less quality, but needs
     more memory."""
     num_samples: PositiveInt = 128
-    """Number of samples, spread evenly over the text of --calibrate."""
+    """Maximum number of samples to take from the text of --calibrate; they are spread evenly."""
     sample_length: PositiveInt = 512
     """Tokens per sample."""
     cache_dir: Path = DEFAULT_CACHE_DIR

@@ -101,7 +101,7 @@ class Inference:
             await self.schedulers.check_capacity(num_requests * n)
 
     async def generate(self, request: GenerateRequest, *, is_kept: bool = False) -> LiveRequest:
-        """Submit a request; the caller reads the result within `async with`.
+        """Submit a request; the caller must use the returned `LiveRequest` in an `async with`.
 
         If `is_kept` is true, the request computes a turn, that is, a stored call
         (`router/stored_turns`). The turn's usage is stored with the turn instead of being added to
@@ -255,15 +255,15 @@ class Inference:
     async def resume(self, request: ResumeRequest, *, is_free: bool = False) -> LiveRequest:
         """Continue a request after the events that its client has.
 
-        The caller reads the result as after `generate`. If `is_free` is true, the call is not
-        charged to the tenant's quota.
+        As after `generate`, the caller must use the returned `LiveRequest` in an `async with`. If
+        `is_free` is true, the call is not charged to the tenant's quota.
 
-        The caller must have checked that the tenant owns the request (`Cells.resume`). If another
-        call, at any router, is reading the request, that call ends with `AbortedError`. Raises
-        `NotFoundError` if this tenant has no such resumable request; `InvalidArgumentError` if
-        `request.received` has more tokens than the request has produced; `FailedPreconditionError`
-        if log-probabilities that the client lacks are lost; `TooBusyError` and `UnavailableError`
-        as `generate` does.
+        The caller must have checked that the client may act for `request.tenant`, as `Cells.resume`
+        does. If another call, at any router, is reading the request, that call ends with
+        `AbortedError`. Raises `NotFoundError` if this tenant has no such resumable request;
+        `InvalidArgumentError` if `request.received` has more tokens than the request has produced;
+        `FailedPreconditionError` if log-probabilities that the client lacks are lost;
+        `TooBusyError` and `UnavailableError` as `generate` does.
         """
         live = await self._take_over(
             request.request_id, request.tenant, request.deadline, is_free=is_free
@@ -403,9 +403,9 @@ class Inference:
         self._admission.close(live)
 
     def hand_over(self) -> None:
-        """Leave resumable requests to their schedulers.
+        """Leave resumable requests to their schedulers, because this router ends.
 
-        Clients can resume them at another router.
+        The requests continue, and clients can resume them at another router.
         """
         for each in self._admission.admitted:
             live = each.live

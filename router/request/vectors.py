@@ -155,8 +155,8 @@ async def score_pairs(
     messages, text i of `firsts` is called `first_name(i)`, and text i of `seconds` is called
     `second_name(i)`.
 
-    If the model has a classification head, the logistic function maps its score of a pair to
-    (0, 1). With other models, the score is the cosine of the two embeddings, in [-1, 1].
+    If the model has a classification head, a pair's score is the logistic function of the head's
+    output, in (0, 1). With other models, the score is the cosine of the two embeddings, in [-1, 1].
     """
     model = inference.model.info(seconds[0].model)
     num_firsts = len(firsts)

@@ -17,7 +17,7 @@ _MOST_BUSY: Final = 0.7
 _LONGEST_S: Final = 0.05
 """Maximum time for which tokens wait, however busy the router is."""
 _FEW: Final = 32
-"""Up to this many streams are written immediately, because merging would save little."""
+"""If a wave has at most this many streams, it never waits, because merging would save little."""
 _LONGEST_HOLD_S: Final = 0.005
 """Maximum time for which writing to clients holds the event loop before other callbacks run."""
 _SCHEDSTAT: Final = "/proc/self/task/{}/schedstat"
@@ -30,9 +30,9 @@ class Delivery:
 
     Writing a token to its client takes ten times as long as receiving it from the scheduler. So
     when writing would take nearly all of the processor's time, the next wave waits, and then writes
-    all new tokens of a stream together. A router with spare time passes each step on at once. A
-    wave that takes long, as when a thousand requests end in one step, lets other callbacks run in
-    between.
+    all new tokens of a stream together. A router with spare time writes the tokens of each step
+    immediately. If a wave takes long, for example because a thousand requests end in one step, it
+    pauses every few milliseconds so that the event loop can run other callbacks.
     """
 
     def __init__(
@@ -54,7 +54,7 @@ class Delivery:
         """When the last wave began, on the clock of `now` and on the clock of `busy_s`."""
         self._gives_way_at = self._last_at
         self._is_begun = False
-        """Whether `begin` has begun the wave to which the next `add` belongs."""
+        """Whether `begin` has begun a wave. If so, the next `add` flushes the requests at once."""
 
     def begin(self, num_streams: int) -> float:
         """Begin a wave for a step with events of `num_streams` streams, unless the wave must wait.
@@ -71,7 +71,7 @@ class Delivery:
         return self._gives_way_at
 
     def add(self, changed: Iterable[LiveRequest]) -> None:
-        """Flush requests, now or in the next wave."""
+        """Put requests into the next wave. The wave starts at once, unless it must wait."""
         for live in changed:
             if not live.is_waiting:
                 live.is_waiting = True
@@ -130,7 +130,10 @@ class Delivery:
 
 
 def wanted_s() -> float:
-    """Return how many seconds this thread has run plus, on Linux, waited for a processor."""
+    """Return how long this thread has run, in seconds.
+
+    On Linux, the time in which the thread waited for a processor is included.
+    """
     try:
         file = _opened(_SCHEDSTAT.format(threading.get_native_id()))
         ran_ns, waited_ns, _ = os.pread(file, _MOST_BYTES, 0).split()

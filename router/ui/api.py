@@ -62,7 +62,7 @@ class Ui:
         return _file_response(page)
 
     async def _load(self, _: web.Request) -> object:
-        """Return the load of the service, as `Load`."""
+        """Return the load of the service: the protobuf message `Load`, as JSON."""
         return message_to_json(await self._cells.load())
 
     async def _kv(self, request: web.Request) -> object:

@@ -167,7 +167,7 @@ class _Answer:
         self._has_begun = [False] * len(live.outputs)
 
     def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
-        """Yield the message for an event, if there is one; raises the failure of an output."""
+        """Yield the message for an event, if there is one. Raises the error of a failed output."""
         match event:
             case PromptScores():
                 self._prompt_logprobs = [*(self._prompt_logprobs or []), *event.logprobs]

@@ -52,12 +52,13 @@ async def attach(config: WorkerClientConfig, wake: asyncio.Event, step_id_base: 
 
     Args:
         config: The worker's address, this scheduler's epoch, and other parameters.
-        wake: Set whenever the link has news; see `WorkerLink`.
+        wake: Set when a result has come, when the worker's memory level has changed, and when the
+            worker is lost.
         step_id_base: Added to the plans' step ids. Each attachment has a new core, which numbers
             its steps from 1. But the ids that a worker gets within an epoch must always increase.
 
     Raises:
-        StaleEpochError: A newer scheduler has the worker.
+        StaleEpochError: The worker belongs to a newer scheduler.
         WorkerUnloadedError: The worker has no model, but now belongs to this scheduler.
         UnavailableError: The worker cannot be reached, is not ready, or sends invalid data.
     """

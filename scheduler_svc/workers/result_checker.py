@@ -2,7 +2,8 @@
 
 The core trusts results: an unexpected or repeated row would corrupt its state. The plans determine
 which rows sample and which blocks move, so rows and blocks are checked here. Only the worker knows
-which tokens a row samples and, with draft tokens, how many tokens a decoding row gains.
+which tokens a row samples and, with draft tokens, how many tokens a decoding row gains. So the
+ids and the number of sampled tokens are only checked against limits.
 """
 
 import numpy as np
@@ -27,7 +28,7 @@ class ResultChecker:
         self._first = np.full(info.limits.max_num_seqs, _NEVER, np.int64)
         self._last = np.zeros(info.limits.max_num_seqs, np.int64)
         self._num_left = np.zeros(info.limits.max_num_seqs, np.int32)
-        """How many known tokens each row must compute before it samples."""
+        """How many known tokens each row still has to compute before it samples."""
         self._num_samples = np.zeros(info.limits.max_num_seqs, np.int32)
         """How many tokens each row may sample. With draft tokens a row may sample several in a
         step, so the tokens of each result are subtracted."""
@@ -39,7 +40,7 @@ class ResultChecker:
         """The host blocks that are being loaded from the disk."""
 
     def on_sent(self, plan: Plan) -> None:
-        """Record a plan; plans come in the order of their steps."""
+        """Record a plan. Plans must be recorded in the order of their steps."""
         step, released = plan.step_id, plan.released_rows
         if released.size:
             self._last[released] = np.minimum(self._last[released], step - 1)

@@ -3,12 +3,12 @@
 To the scheduler, which allocates the blocks, a recurrent layer is a layer with a window of two
 tokens. The state after a token is in the block of that token's position. Each token overwrites the
 state in its block, so a full block is a checkpoint: the state after the block's last token. A state
-cannot be rewound, so a sequence that must compute a token again starts from a full block or from
-its beginning.
+cannot be rewound. So a sequence that must compute a token again goes back to an earlier checkpoint
+or, without one, to its first token.
 
-A module of `transformers` takes sequences of equal length. Each chunk of a prompt is therefore
-computed without other sequences, in pieces that end at block boundaries. Decodes are computed
-together.
+In one call of a `transformers` module, all sequences must have the same number of tokens. So
+decodes, with one token each, are computed together, but each chunk of a prompt is computed without
+other sequences. A chunk is cut into pieces that end at block boundaries.
 
 Symbols: `B` blocks, `T` tokens, `S` sequences, `E` hidden size, `N` numbers of a layer's state.
 """
@@ -65,7 +65,7 @@ class RecurrentLayer:
 
 
 class StateRecorder(DynamicCache):
-    """A cache that records, on the meta device, which modules keep which state."""
+    """The cache for a trial run on the meta device; it records which modules keep which state."""
 
     def __init__(self, config: PreTrainedConfig, base: nn.Module) -> None:
         super().__init__(config=config)
@@ -127,7 +127,7 @@ class StateRecorder(DynamicCache):
 
 
 class RecurrentStates:
-    """The states of one model's recurrent layers, during its steps."""
+    """Connects one model's recurrent layers with their states in the KV pool."""
 
     def __init__(self, base: nn.Module, layers: tuple[RecurrentLayer, ...]) -> None:
         """Make the modules of `layers` compute with states in the KV pool."""
@@ -138,7 +138,7 @@ class RecurrentStates:
             self._take_over(base.get_submodule(layer.module), number, layer)
 
     def begin_step(self, pool: KvPool, metadata: AttentionMetadata) -> None:
-        """Read from the block tables which blocks each piece reads and writes."""
+        """Cut the step into pieces, and look up the blocks of their states in the block tables."""
         self._pool = pool
         query_starts = metadata.query_start_loc.tolist()
         seq_lens = metadata.seq_lens.tolist()
@@ -230,9 +230,9 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
     """Split a step at block boundaries.
 
     Args:
-        spans: By sequence: its first position in the step, the end of its positions, and the index
-            of its first token in the batch.
-        tables: By sequence: its blocks in one KV group.
+        spans: For each sequence: the position of its first token in this step, the position after
+            its last token, and the index of its first token in the batch.
+        tables: For each sequence: its blocks in one KV group.
         block_size: Token slots of a block.
     """
     cut: list[tuple[int, int, int | None, int]] = []
@@ -265,8 +265,8 @@ def _cut(spans: list[tuple[int, int, int]], tables: list[list[int]], block_size:
 class _LayerState:
     """The cache that one call of a `transformers` module gets: the states of the call's sequences.
 
-    It works as `transformers.cache_utils.LinearAttentionLayer` does. The module may change the
-    states in place.
+    To the module, it looks like a `transformers.cache_utils.LinearAttentionLayer`. The module may
+    change the states in place.
     """
 
     def __init__(

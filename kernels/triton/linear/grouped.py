@@ -127,8 +127,9 @@ def grouped_linear(
 ) -> torch.Tensor:
     """Compute `kernels.reference.grouped_linear`: return the result, or add it to `out`.
 
-    The host reads nothing from the device, so a captured graph works for any division of the rows
-    among the maps. Other rows affect a row's result only through R, which decides the tile size.
+    The host does not read which rows belong to which map. So a captured graph can be replayed with
+    another division of the rows among the maps. A row's result depends on the other rows only
+    through their number, which decides the tile size.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

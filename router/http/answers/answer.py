@@ -71,7 +71,7 @@ class ClientCall:
     """Whether the answer shows only prompts. If so, the usage counts no output tokens."""
 
     def shown(self, usages: Sequence[Usage]) -> Sequence[Usage]:
-        """Return the usages as the answer reports them."""
+        """Return the usages to report: if `hides_outputs` is true, without output tokens."""
         if not self.hides_outputs:
             return usages
         return [replace(usage, completion_tokens=0) for usage in usages]
@@ -231,8 +231,9 @@ async def _read_all(
 class _Chunks:
     """The SSE events of one stream.
 
-    Nearly all events of a choice differ only in their text. So only the first event is serialized
-    as a whole. For later events, only the text is serialized, which takes a tenth of the time.
+    Nearly all events of a choice differ only in their text. So only a choice's first event is
+    serialized as a whole. For the choice's later events, only the text is serialized, which takes a
+    tenth of the time.
     """
 
     __slots__ = (
@@ -259,7 +260,7 @@ class _Chunks:
             self._num_tokens = self._position.num_tokens
         self._usages: list[Usage] = []
         self._mark = uuid.uuid4().hex
-        """A placeholder for the text while an entry of `_frames` is made."""
+        """A unique text that `_make_frame` puts into an event, to find where the text belongs."""
         self._has_frames = call.usage_in_stream is not UsageInStream.ALWAYS
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """Maps a choice's index to a frame: an event's bytes before and after the text's JSON."""

@@ -19,7 +19,7 @@ JsonSchema = dict[str, Any] | bool
 
 
 class NamedSchema(Schema):
-    """A JSON schema in OpenAI's wrapper, whose other fields have no effect."""
+    """`json_schema` in OpenAI's `response_format`; only its field `schema` has an effect."""
 
     name: str = ""
     description: str = ""

@@ -101,8 +101,8 @@ class ToolFields(Schema):
 
         Raises:
             InvalidArgumentError: `tool_choice` names a tool that is not offered.
-            UnimplementedError: The model's template does not take tools, or writes calls in an
-                unknown syntax.
+            UnimplementedError: The model's template does not take tools; or the model may choose
+                whether to call a tool, but no parser knows the syntax in which it writes calls.
         """
         if not self.tools:
             if isinstance(self.tool_choice, NamedChoice):
