@@ -20,4 +20,5 @@ import torch
 LARGEST: Final = {torch.int8: 127.0, torch.float8_e4m3fn: 448.0}
 """The quantized dtypes, each with the largest number that is stored."""
 SCALE_DTYPE: Final = torch.bfloat16
-"""The dtype of scales. bfloat16 has the range of float32, so every row can have a scale."""
+"""The dtype of scales. bfloat16 has the range of float32, so any row of finite numbers has a finite
+scale."""

@@ -61,7 +61,7 @@ class _TokenKind(IntEnum):
 
 
 def to_tokenizer(header: GgufHeader) -> Tokenizer:
-    """Return the tokenizer for tokenizer.json.
+    """Make the tokenizer that a GGUF file's metadata describes, to be written to tokenizer.json.
 
     Raises:
         ModelError: The kind of tokenizer is not supported.

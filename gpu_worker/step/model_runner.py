@@ -128,7 +128,7 @@ class ModelRunner:
     def capture_pieces(
         self, backend: GraphBackend, report: Callable[[float], None], *, has_adapters: bool = False
     ) -> None:
-        """Capture graphs for steps of few tokens; see `capture_decodes`."""
+        """Capture graphs as `capture_decodes` does, but for steps of few tokens."""
         pieces = PiecewiseGraphs(self._model.forward, *self._captured(has_adapters=has_adapters))
         pieces.capture(backend, report)
         self._pieces[has_adapters] = pieces

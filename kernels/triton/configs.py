@@ -65,15 +65,15 @@ class PrefillConfig:
     """How prefill attention divides its work."""
 
     rows: int
-    """Rows in a tile, each a pair of token and head: a power of two, at least 16."""
+    """Rows in a tile: a power of two, at least 16. Each row is one query head of one token."""
     positions: int
     """KV positions in a tile: a power of two, at least 16."""
     num_warps: int
     num_stages: int
     """Tiles that are loaded at the same time."""
     value_dims: int = 256
-    """If programs can divide the dims of values, the limit on dims of one program: a power of two.
-    """
+    """The limit on the dims of values that one program computes: a power of two. The limit holds
+    only if `LaunchShape.divides_values` is true."""
 
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)

@@ -242,7 +242,7 @@ class _Answer:
         """Maps an output's index to its held-back token and the token's log-probabilities."""
         self._end: pb.GenerateResponse | None = None
         self._prompt_logprobs: list[TokenLogprob | None] = [None]
-        """One entry per token of the prompt so far; the first token's entry is None."""
+        """The prompt's log-probabilities so far, one for each token; None for the first token."""
 
     def messages(self, event: Event) -> Iterator[pb.GenerateResponse]:
         """Yield the messages for an event; raises the failure of an output."""

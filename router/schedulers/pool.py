@@ -108,8 +108,8 @@ class Schedulers:
         """Check that a scheduler has reported enough room in its queue for `n` more sequences.
 
         The check comes before the prompt is tokenized, so the router rarely tokenizes a prompt that
-        no scheduler accepts. Raises InvalidArgumentError if no queue is ever long enough, and
-        TooBusyError if no queue has enough room now.
+        no scheduler accepts. Raises InvalidArgumentError if no queue could hold `n` sequences even
+        if it were empty, and TooBusyError if no queue has room for `n` more sequences now.
         """
         limits = [link.max_waiting for link in self._connected]
         if limits and all(most is not None and n > most for most in limits):
@@ -151,8 +151,9 @@ class Schedulers:
     def reserve_seq_keys(self, n: int) -> int:
         """Return the first of `n` new consecutive sequence keys.
 
-        The caller must call `submit` before it awaits anything. Raises UnavailableError if no
-        scheduler is connected.
+        Raises UnavailableError if no scheduler is connected. The caller must call `submit` before
+        it awaits anything: during an await all schedulers could disconnect, and `submit` needs a
+        connected one.
         """
         if not self._connected:
             raise self.unavailable()
@@ -161,7 +162,7 @@ class Schedulers:
         return first
 
     def submit(self, live: LiveRequest) -> None:
-        """Submit a request; nothing may be awaited between `reserve_seq_keys` and this call."""
+        """Submit a request. At least one scheduler must be connected; see `reserve_seq_keys`."""
         self._placement.choose(live, self._connected).submit(live)
 
     def cancel(self, seq_keys: Sequence[int]) -> None:
@@ -209,7 +210,7 @@ class Schedulers:
         )
 
     def set_draining(self) -> None:
-        """Stop updating `health`, because a draining router is not ready."""
+        """Do not update `health` from now on: a draining router must not become ready again."""
         self._is_draining = True
 
     # --- unary calls ----------------------------------------------------------------------------
@@ -368,7 +369,7 @@ class Schedulers:
         If the scheduler hangs or was lost, links that are not connected retry sooner, because a
         standby may replace the scheduler. The requests of a lost scheduler move only after
         `_RETURN_S`, because the scheduler may return, and its workers still have the KV. If another
-        scheduler has taken over these workers, the requests move at once.
+        scheduler has taken over the lost scheduler's workers, the requests move at once.
         """
         if link.hang is not None or not (link.is_connected or link.is_starting):
             for other in self._links:

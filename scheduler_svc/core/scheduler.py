@@ -204,14 +204,20 @@ class Scheduler:
 
     @core_input
     def restore_accounts(self, accounts: Iterable[tuple[str, float]]) -> None:
-        """Continue the accounts of an earlier core's policy; call this before other methods."""
+        """Restore the policy's accounts, as `Policy.accounts` of an earlier core returned them.
+
+        Call this before other methods.
+        """
         self.policy.restore(dict(accounts))
 
     # --- requests -------------------------------------------------------------------------------
 
     @core_input
     def submit(self, request: Request, now: float) -> None:
-        """Queue the sequences of a request, or continue them from KV that the worker still holds.
+        """Queue the sequences of a request.
+
+        After a takeover (`inherit`), a sequence continues from the KV that the worker still holds
+        for it, if any.
 
         Raises:
             RequestTooLongError: The request's sequences could never finish.
@@ -259,7 +265,7 @@ class Scheduler:
         check_deadline(request, now, rates, self.config, self.lookup.num_cached_tokens)
 
     def drain(self) -> tuple[Request, ...]:
-        """Return all live requests in a form that another core can take when the worker is lost.
+        """Return all live requests after the worker was lost, for another core to continue them.
 
         The `outputs` of each request are the tokens that the request's sequences have produced.
         This core must not be used afterwards.
@@ -294,9 +300,9 @@ class Scheduler:
         (3) Running prefills get chunks. (4) Unless (1) preempted a sequence, sequences are admitted
         from the queue in the policy's order, as long as tokens, rows and blocks are left. (5) In
         (3) and (4), a long prefill (`TokenBudget.is_long`) gets at most half of the tokens that are
-        left; if tokens are left after (4), it gets a second chunk. (6) Cached blocks are evicted
-        ahead, for the next steps. (7) The defragmenter adds its block copies, after all other
-        copies are known.
+        left; if tokens are left after (4), it gets a second chunk. (6) Cached blocks that the next
+        steps would evict are evicted now, while they can be demoted (`RunningSet.evict_ahead`).
+        (7) The defragmenter adds its block copies, after all other copies are known.
 
         Args:
             now: The time, in the caller's seconds.
@@ -391,22 +397,22 @@ class Scheduler:
     def begin_export(
         self, source: SourceId, first_seq_key: SeqKey, *, keeps_kv: bool = True
     ) -> Export:
-        """Prepare a live request to leave; see `Moves.begin_export`."""
+        """Prepare a live request to move to another core; see `Moves.begin_export`."""
         return self.moves.begin_export(source, first_seq_key, keeps_kv=keeps_kv)
 
     @core_input
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """Remove an exported request, or keep it; see `Moves.end_export`."""
+        """Remove an exported request, or queue it here again; see `Moves.end_export`."""
         return self.moves.end_export(export_id, leaves=leaves)
 
     @core_input
     def begin_import(self, moved: MovedRequest) -> Import:
-        """Reserve host blocks for an arriving request; see `Moves.begin_import`."""
+        """Reserve host blocks for a request from another core; see `Moves.begin_import`."""
         return self.moves.begin_import(moved)
 
     @core_input
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> None:
-        """Queue the sequences that have arrived; see `Moves.end_import`."""
+        """Queue the sequences that have arrived from another core; see `Moves.end_import`."""
         for seq in self.moves.end_import(import_id, output_indices):
             if seq.status is SeqStatus.WAITING:
                 self.queue.discount_cached(seq, self.lookup.find(seq).num_tokens)
@@ -418,7 +424,7 @@ class Scheduler:
 
     @core_input
     def end_loan(self, loan_id: LoanId) -> None:
-        """Release lent blocks; see `Copies.end_loan`."""
+        """Release the blocks that `lend` holds for a loan; see `Copies.end_loan`."""
         self.copies.end_loan(loan_id)
 
     @core_input
@@ -428,7 +434,7 @@ class Scheduler:
 
     @core_input
     def receive(self, room_id: RoomId, num_arrived: int) -> None:
-        """Publish the blocks that have arrived; see `Copies.receive`."""
+        """Publish the blocks that have arrived from another core; see `Copies.receive`."""
         self.copies.receive(room_id, num_arrived)
 
     @core_input
@@ -511,11 +517,11 @@ class Scheduler:
     def _admit(self, builder: PlanBuilder) -> None:
         """Start waiting sequences in order, as long as there are tokens, rows and blocks.
 
-        Short prompts may overtake a long one that may not start yet. The table shows where the KV
-        of a sequence's tokens comes from. Each column is a range of tokens, `[start, end)`; `step`
-        is the end of this step's chunk. A `FoundKv` has the blocks of the first two columns
-        (`ready`; `loading` and `sources`), and the blocks of the third column once they are on the
-        host.
+        Short prompts overtake a long prompt that has to wait because too many other long prompts
+        prefill (`TokenBudget.may_start`). The table shows where the KV of a sequence's tokens comes
+        from. Each column is a range of tokens, `[start, end)`; `step` is the end of this step's
+        chunk. A `FoundKv` has the blocks of the first two columns (`ready`; `loading` and
+        `sources`), and the blocks of the third column once they are on the host.
 
         start  0              ready           found            disk            step
         end    ready          found           disk             step            all known
@@ -532,10 +538,10 @@ class Scheduler:
                |              | the next on   | on the host    |               |               |
 
         The sequence computes the tokens of blocks that the disk cannot deliver or the host has no
-        room for. A SWAPPED sequence has its KV in its own host blocks (the last one may be
-        partial); it shares the blocks that are still in the device's prefix cache. Every sequence
-        computes at least its last known token, because the step samples from the logits of this
-        token.
+        room for. A SWAPPED sequence has its KV in its own host blocks; the last one may be partial.
+        It swaps in only blocks that the device's prefix cache no longer has, and shares the blocks
+        that the cache still has. Every sequence computes at least its last known token, because the
+        step samples from the logits of this token.
         """
         may_be_long = True
         while self.budget.num_tokens and self.rows.num_free:
@@ -606,8 +612,8 @@ class Scheduler:
     def _has_room(self, num_blocks: int, num_rows: int = 1) -> bool:
         """Whether a sequence or search may take `num_blocks` blocks and `num_rows` rows to start.
 
-        While sequences run, an admission must leave `_reserve` blocks available and keep to the
-        bound of memory pressure. If nothing runs, neither of the two limits applies.
+        While sequences run, an admission must leave `_reserve` blocks available, and at most
+        `Pressure.max_running` rows may be taken. If nothing runs, neither limit applies.
         """
         if self.running:
             num_blocks += self._reserve

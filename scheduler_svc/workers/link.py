@@ -88,7 +88,8 @@ class WorkerLink:
         self.holdings = holdings
         """The rows and blocks that the worker held when it was attached."""
         self.former_epoch = former_epoch
-        """The epoch of the worker's former scheduler, which may be this one; 0: it had none."""
+        """The epoch of the worker's former scheduler, which may be this scheduler itself; 0: the
+        worker had none."""
         self.lost: UnavailableError | None = None
         """Why the worker is lost; None: it is not lost."""
         self.heartbeat = Heartbeat(config.lost_after_s)
@@ -169,7 +170,7 @@ class WorkerLink:
             source_instance_id: The other worker's `WorkerInfo.instance_id`. If the address leads
                 this worker to a different process, the copy fails.
             sources: Host blocks of the other worker.
-            targets: As many host blocks of this worker.
+            targets: Host blocks of this worker, one for each of `sources`.
 
         Raises:
             QuireError: The copy failed. Unless the worker is lost, nothing writes to `targets` any
@@ -190,7 +191,7 @@ class WorkerLink:
         """Make the worker store host blocks in the far tier; see `WorkerService.StoreKv`.
 
         Returns:
-            How many blocks, from the first one on, are stored.
+            How many blocks are stored, counted from the first.
 
         Raises:
             QuireError: The worker refused, or is lost.
@@ -208,7 +209,7 @@ class WorkerLink:
         """Make the worker fetch blocks from the far tier; see `WorkerService.FetchKv`.
 
         Returns:
-            How many blocks, from the first one on, have arrived.
+            How many blocks have arrived, counted from the first.
 
         Raises:
             QuireError: The fetch failed. Unless the worker is lost, nothing writes to the blocks
@@ -275,7 +276,7 @@ class WorkerLink:
         await self._channel.close(None)
 
     async def _sent_batches(self) -> AsyncIterator[worker_pb2.StepBatch]:
-        """Yield queued batches until a None ends the stream."""
+        """Yield the queued batches; a None in the queue ends the stream."""
         while (batch := await self._batches.get()) is not None:
             yield batch
 

@@ -118,7 +118,8 @@ def low_rank_calls(
     """Yield the calls that add the products of `x` and the adapters to a map's results for `x`.
 
     The map's results are in `alone`, so the program must compute the map before these calls. The
-    sums are written to `out`. All tensors are bfloat16; their rows may lie apart.
+    sums are written to `out`. All tensors are bfloat16. The numbers of a row must be adjacent in
+    memory, but there may be gaps between rows.
 
     Args:
         library: The native code.
@@ -128,8 +129,8 @@ def low_rank_calls(
         alone: [T, N], the results of the model's map without adapters.
         ranks: [T, R], memory for A x, where R is the largest rank of the step.
         out: [T, N], in other memory than `alone`.
-        is_gated: Whether the map computes `[gate, up]`, and `silu(gate) * up` [T, N / 2] is written
-            to `out`; the map's `can_gate` must be true.
+        is_gated: If true, the map computes `[gate, up]`, its `can_gate` must be true, and
+            `silu(gate) * up` [T, N / 2] is written to `out` instead of the sums.
     """
     yield KernelCall(library.low_rank_down, (
         rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),

@@ -67,7 +67,7 @@ class HostTier:
 
     @property
     def has_moves(self) -> bool:
-        """Whether a plan must be sent even if it computes nothing."""
+        """Whether moves wait for a plan; if so, a plan must be sent even if it computes nothing."""
         return bool(self._swap_outs or self._swap_ins) or self.disk.has_moves
 
     @property
@@ -106,7 +106,7 @@ class HostTier:
         If a swap-in has failed, its host block is no longer found by hash.
 
         Raises:
-            BrokenInvariantError: The step has not swapped in one of the blocks in `failed`.
+            BrokenInvariantError: `failed` has a block that the step did not swap in.
         """
         moves: dict[DeviceBlockId, HostBlockId] = {}
         if self._in_flight and self._in_flight[0][0] == step:
@@ -193,15 +193,21 @@ class HostTier:
 
     @property
     def num_demotions_left(self) -> int:
-        """Number of cached device blocks that this plan can demote without delaying swap-ins."""
+        """How many more cached device blocks this plan can demote.
+
+        0 if swap-ins wait and the plan has no swap-outs so far: a demotion is a swap-out, so it
+        would delay the swap-ins.
+        """
         if self._swap_ins and not self._swap_outs:
             return 0
         return min(self._num_demotions_left, self.pool.num_available)
 
     def demote(self, block: DeviceBlockId, block_hash: BlockHash) -> None:
-        """Copy a cached device block to the host before the next plan overwrites or retires it.
+        """Copy a cached device block to the host with the next plan, which may overwrite the block.
 
-        A call between two steps counts against the last step's limit on demotions.
+        Copies nothing if the host has the content already, if the host has no room, or if the
+        step's limit on demotions is reached. A call between two steps counts against the limit of
+        the earlier step.
         """
         if found := self.pool.find([block_hash]):
             self.pool.share(found)  # makes the block the most recently used
@@ -238,7 +244,7 @@ class HostTier:
         return loading, sources
 
     def forget(self, hashes: Iterable[BlockHash]) -> None:
-        """Remove the hashes of contents that may be wrong, on host and disk."""
+        """Let no block on host or disk be found by `hashes` any more: the contents may be wrong."""
         for block_hash in hashes:
             self.pool.forget(self.pool.find([block_hash]))
             self.disk.forget([block_hash])
