@@ -118,7 +118,7 @@ async def _open(inference: Inference, call: ClientCall, request: GenerateRequest
     return await inference.resume(
         ResumeRequest(
             request.request_id,
-            request.tenant,
+            inference.shared.tenant_of(request.tenant),
             call.received,
             has_prompt_scores=False,
             deadline=request.deadline,

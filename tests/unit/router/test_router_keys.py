@@ -244,3 +244,36 @@ def test_file_of_keys_that_cannot_be_used_says_where(tmp_path, text, problem):
     assert problem in str(caught.value)
     assert str(file) in str(caught.value)
     assert "secret" not in str(caught.value)
+
+
+async def test_a_broken_http_stream_is_resumed_by_its_tenant_only(router):
+    body = {"model": "tiny", "prompt": "a", "stream": True}
+    alice = {"authorization": f"Bearer {ALICE}"}
+    resumable = alice | {"X-Quire-Resumable": "true"}
+    calling = asyncio.create_task(router.http.post("/v1/completions", json=body, headers=resumable))
+    submit = await router.scheduler.submits.get()
+    await router.scheduler.step({submit.first_seq_key: [70]})
+    async with await calling as response:
+        line = (await response.content.readline()).decode()
+    event_id = line.removeprefix("id: ").strip()
+    assert line.startswith("id: ")
+    await router.scheduler.leaves.get()
+
+    resume = {"Last-Event-ID": event_id}
+    for claimed in ({}, {"x-quire-tenant": "bob"}, {"x-quire-tenant": "alice"}):
+        headers = {"authorization": f"Bearer {BOB}"} | resume | claimed
+        calling = asyncio.create_task(
+            router.http.post("/v1/completions", json=body, headers=headers)
+        )
+        if claimed.get("x-quire-tenant") == "alice":
+            assert (await calling).status == 403
+            continue
+        asked = await router.scheduler.resumes.get()
+        assert asked.tenant == "bob", "whose request the scheduler does not find"
+        calling.cancel()
+    calling = asyncio.create_task(
+        router.http.post("/v1/completions", json=body, headers=alice | resume)
+    )
+    asked = await router.scheduler.resumes.get()
+    assert (asked.tenant, asked.request_id) == ("alice", submit.request_id)
+    calling.cancel()
