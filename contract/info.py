@@ -16,7 +16,7 @@ class MemoryLevel(Enum):
     WARNING = 1
     """The scheduler may run only as many sequences as ran when the level rose."""
     CRITICAL = 2
-    """The scheduler must soon run fewer sequences."""
+    """The scheduler must soon reduce the number of running sequences."""
 
 
 class Role(StrEnum):
@@ -128,7 +128,7 @@ class WorkerInfo:
     """Size in bytes of one host block, packed by `host_codec`; 0: equal to `block_bytes`."""
     host_codec: str = "none"
     is_batch_invariant: bool = False
-    """Whether every bit of a request's KV is independent of other requests."""
+    """Whether a request's KV is the same, bit for bit, whatever other requests run at the time."""
 
     @property
     def model(self) -> ModelInfo:

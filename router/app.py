@@ -62,8 +62,8 @@ async def run_router(
 
     `on_started` is called with the addresses at which the router listens. The router becomes ready
     later, when it has a scheduler. Raises ModelError if the model cannot be found, and
-    FileNotFoundError or ValueError if its tokenizer cannot be read. An error that ends a background
-    task is a bug, and is raised, too.
+    FileNotFoundError or ValueError if its tokenizer cannot be read. If an error ends a
+    background task, which is a bug, this error is raised, too.
     """
     # Several threads read, parse and tokenize large bodies. With an arena per thread, each arena
     # would keep the memory of the largest body, even after a trim (bench/worst_bodies.py).

@@ -101,8 +101,8 @@ class Executor:
 
         `host_pool` is for swaps, and `disk_pool` is for stores and loads. `structured` has the
         rows' grammars. `ranks` are the other devices of the model. `drafter` guesses tokens; it
-        must be None if the model has several devices. `slots` let steps with `adapters`, or with
-        adapters added later, run as CUDA graphs. `takes_parts`: whether the model can compute a
+        must be None if the model has several devices. `slots` keeps `adapters`, and adapters
+        added later, where CUDA graphs can use them. `takes_parts`: whether the model can compute a
         step in parts when memory is short.
         """
         self._pool = pool
@@ -154,7 +154,7 @@ class Executor:
         self._model_runner.capture_pieces(backend, report, has_adapters=has_adapters)
 
     def rehearsal(self) -> contextlib.AbstractContextManager[None]:
-        """Return a context for steps that only warm up; nothing is learned from their times."""
+        """Return a context for warm-up steps; what speculation measures in them is discarded."""
         speculation = self._speculation
         return contextlib.nullcontext() if speculation is None else speculation.rehearsal()
 

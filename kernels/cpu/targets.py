@@ -53,8 +53,8 @@ SHIPPED_TARGETS: Final = (
     ),
     Target("armv8-a", ("-march=armv8-a",), "aarch64", _named("asimd fp")),
 )
-"""The kinds of CPU with a shipped library. In an architecture, a target comes before targets whose
-instruction sets it includes."""
+"""The kinds of CPU with a shipped library. A target comes before the targets of the same
+architecture that need only some of its instruction sets."""
 
 
 def cpu_features() -> frozenset[str]:

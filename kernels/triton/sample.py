@@ -193,8 +193,8 @@ def _draw_cut(row, size, total, k, is_top_k, p, floor, uniform, TOKENS: tl.const
 def _first_past(weight, token, before, target):
     """Return the first token at which the running sum of weights exceeds `target`.
 
-    The sum starts from `before`. If rounding leads past the last token, the result is the last
-    token with any weight.
+    The sum starts from `before`. If the sum never exceeds `target`, because of rounding, the
+    result is the last token whose weight is above 0.
     """
     is_past = (before + tl.cumsum(weight, axis=0) > target) & (weight > 0)
     last = tl.max(tl.where(weight > 0, token, 0), axis=0)

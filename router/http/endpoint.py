@@ -106,7 +106,7 @@ def json_response(value: object, headers: Mapping[str, str] | None = None) -> we
 
 
 def peer_of(remote: str | None) -> str:
-    """Return the caller's address in gRPC's form."""
+    """Return the caller's address as gRPC writes it, but without a port, as in "ipv4:192.0.2.1"."""
     if remote is None:
         return "unknown"
     return f"ipv6:[{remote}]" if ":" in remote else f"ipv4:{remote}"

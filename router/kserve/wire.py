@@ -43,7 +43,7 @@ class InferCall:
     """The prompt, if each output's text must begin with it; else empty."""
     output_names: tuple[str, ...]
     raw: bool
-    """Whether the answer's contents are raw; they are raw if the request's contents are."""
+    """Whether the request's tensors have raw contents (`tensors.py`); then the answer's do, too."""
     timeout_s: float | None
 
 

@@ -113,8 +113,9 @@ def server_credentials(tls: ServerTls) -> grpc.ServerCredentials:
 def http_context(tls: ServerTls) -> ssl.SSLContext:
     """Make an HTTP server's TLS context; each handshake uses the current files.
 
-    TLS accepts clients without a certificate, for probes; the application decides which calls need
-    one. A certificate that no authority in `tls.client_ca` has signed ends the handshake.
+    The handshake accepts clients without a certificate, because probes have no certificate. The
+    application refuses a call that needs a certificate if the client has none. A certificate that
+    no authority in `tls.client_ca` has signed ends the handshake.
     """
     return _reloading_context(tls, ssl.CERT_OPTIONAL, ())
 

@@ -100,13 +100,13 @@ RUNNING = frozenset({SeqStatus.PREFILL, SeqStatus.DECODE})
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One sequence with all its data, which only the parts of the core change."""
+    """One sequence with all its data. Only code of the core changes the data."""
 
     seq_id: SeqId
     request: Request
     output_index: int
     arrived: float
-    """When the request was submitted, in the caller's seconds."""
+    """When the request was submitted, in seconds by the clock of the core's caller."""
     rank: Rank
     token_ids: npt.NDArray[np.int32]
     """The tokens known when the sequence last started or stopped. While it runs, `Rows` has the
@@ -130,8 +130,8 @@ class Sequence:
     """Number of block indices whose blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
     """In PREFILL: tokens with valid KV after the steps scheduled so far. In DECODE: out of date;
-    see `RunningSet.num_computed_tokens`. With KV on host or disk: tokens with KV there. In WAITING:
-    tokens that were computed before a preemption or a move from another core."""
+    see `RunningSet.num_computed_tokens`. With KV on host or disk: how many tokens have their KV
+    there. In WAITING: tokens that were computed before a preemption or a move from another core."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     num_charged_tokens: int = 0
@@ -174,7 +174,7 @@ class Sequence:
 
     @property
     def outputs(self) -> "tuple[Sequence, ...]":
-        """The sequences that end with this one: itself only, or all outputs of its beam search."""
+        """The sequences that end when this one ends: itself, or all outputs of its beam search."""
         return (self,) if self.group is None else self.group.outputs
 
     @property
@@ -198,7 +198,7 @@ class Sequence:
 
     @property
     def order(self) -> tuple[Key, Key, SeqId]:
-        """The sort key without the account's part; smaller goes first.
+        """The sort key without `Policy.num_served`; the sequence with the smallest key goes first.
 
         A preemption does not change this key.
         """

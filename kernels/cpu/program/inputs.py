@@ -14,7 +14,7 @@ from kernels.cpu.program.low_rank import RowAdapters
 
 
 class StepField(StrEnum):
-    """The names that a program's calls use for numbers that differ from step to step."""
+    """The names by which a program's calls refer to the numbers that change with each step."""
 
     NUM_TOKENS = auto()
     NUM_WANTED = auto()

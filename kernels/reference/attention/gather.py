@@ -1,4 +1,4 @@
-"""Reads a sequence's keys and values from their blocks, for the attention twins.
+"""Reads a sequence's keys and values from their blocks, for attention in plain torch.
 
 Symbols: `HKV` kv heads, `D` head dim of keys or of values, `B` blocks, `P` block size, `M` max
 blocks per sequence.

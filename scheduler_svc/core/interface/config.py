@@ -16,7 +16,8 @@ class Eviction(StrEnum):
     LFU = "lfu"
     """The block with the fewest hits since it was published; ties are broken as in LRU."""
     FIFO = "fifo"
-    """The block that a holder dropped for the first time longest ago; hits do not count."""
+    """The oldest block. Its age counts from the first time that a holder dropped it; hits do not
+    change the age."""
 
 
 class PreemptionMode(StrEnum):
@@ -47,9 +48,11 @@ class SchedulerConfig:
     kv_windows: tuple[KvWindow, ...] = (None,)
     """The window of each KV group; see `KvGroups`."""
     num_saturating_tokens: int | None = None
-    """How many prompt tokens keep the device busy with arithmetic; None: the token budget."""
+    """A step with this many prompt tokens keeps the device busy with arithmetic. None: a step needs
+    as many tokens as the token budget."""
     min_prompt_tokens: int = 0
-    """How many prompt tokens a step with decodes may always have, however long they take."""
+    """A step with decodes may have this many prompt tokens even if the step then takes long. A low
+    `--max-decode-slowdown` reduces this number; see `core/pacing.py`."""
     num_draft_tokens: int = 0
     """The limit on draft tokens per sequence and step; less than `block_size`. A step yields at
     most `num_draft_tokens` + 1 tokens for a sequence."""
@@ -77,14 +80,15 @@ class SchedulerConfig:
     """Share of the blocks that an admission must leave available, so that running sequences can
     grow."""
     max_prefill_chunk: int | None = None
-    """The limit on the known tokens of one sequence in one step; None: the token budget."""
+    """The limit on the tokens of a chunk; None: only the token budget limits a chunk."""
     num_host_blocks: int = 0
     """Host blocks; 0: there is no host tier."""
     host_is_device_memory: bool = False
     """Whether host and device blocks are in the same memory, as on a CPU. A swap then frees no
     memory."""
     bytes_per_block: int = 0
-    """Size of a block; it is the same in every tier."""
+    """Size of a block in device memory. With this size the core estimates how long copies take,
+    even if the worker packs host and disk blocks."""
     swap_bytes_per_s: float = 0.0
     """The measured rate of copies between device and host; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
@@ -94,9 +98,9 @@ class SchedulerConfig:
     disk_bytes_per_s: float = 0.0
     """The measured rate of loading blocks from the disk; 0: unknown."""
     max_disk_moves: int = 256
-    """How many disk loads may be in progress, and how many disk stores. At the limit of stores,
-    blocks that the host evicts are lost. Stores of a preempted sequence's KV are not limited,
-    because other sequences wait for its host blocks."""
+    """How many disk loads may be in progress, and how many disk stores. While this many stores are
+    in progress, blocks that the host evicts are lost. Stores of a preempted sequence's KV are not
+    limited, because other sequences wait for its host blocks."""
     preemption_mode: PreemptionMode = PreemptionMode.COST
     """How to preempt sequences if there is a host tier."""
     max_swap_blocks: int = 256
@@ -109,11 +113,11 @@ class SchedulerConfig:
     max_long_prefills: int = 1
     """At most this many long sequences compute their known tokens at the same time."""
     claim_s: float = 10.0
-    """For how many seconds a new scheduler reserves the rows and blocks that the worker still
-    holds, for requests that routers submit again."""
+    """How long, at most, a new scheduler reserves the rows and blocks of the earlier scheduler's
+    requests, so that these requests can continue in them when routers submit them again."""
     takes_whole_prompts: bool = False
     """Whether a prompt must be computed in one step. If so, the token budget must be at least
-    `max_model_len` - 1."""
+    `max_model_len` - 1, the length of the longest prompt."""
     policy: str = "fcfs"
     """The scheduling policy, as a name or dotted path for `policies.loading.make_policy`."""
     policy_args: tuple[tuple[str, str], ...] = ()
@@ -126,12 +130,12 @@ class SchedulerConfig:
 
     @property
     def busy_step_tokens(self) -> int:
-        """Number of tokens in a step that keep the device busy."""
+        """How many tokens a step needs to keep the device busy."""
         return self.num_saturating_tokens or self.max_num_batched_tokens
 
     @property
     def max_chunk(self) -> int | None:
-        """The limit on the known tokens of one sequence in one step; None: the token budget.
+        """The limit on the tokens of a chunk; None: only the token budget limits a chunk.
 
         If KV groups have windows, a chunk has at most as many tokens as keep the device busy,
         because a longer chunk would need far more blocks than the windows hold.

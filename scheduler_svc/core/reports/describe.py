@@ -226,5 +226,5 @@ def _describe_sequence(core: Scheduler, seq: Sequence, *, with_tables: bool) -> 
 def _tables(
     core: Scheduler, seq: Sequence
 ) -> tuple[Seq[DeviceBlockId], Seq[HostBlockId], Seq[DiskBlockId]]:
-    """Return the blocks that a sequence holds in each tier, without the null block."""
+    """Return the blocks that a sequence holds in each tier; places without a block are left out."""
     return core.groups.held(seq.block_ids), seq.host_block_ids, seq.disk_block_ids

@@ -2,13 +2,13 @@
 
 A pin is a reference to a device block. Two limits apply: all pins together hold at most the
 fraction `max_pinned_share` of the blocks, and the pins of one tenant at most the fraction
-`max_tenant_pinned_share`. A block's pin belongs to the request that asked for the latest end; the
-pins of a request can be dropped by its id.
+`max_tenant_pinned_share`. If several requests pin the same block, its pin belongs to the request
+that asked for the latest end. The pins of a request can be dropped by the request's id.
 
-Pins may be dropped early, those that end first before the others. Without a host tier, pins are
-dropped early only if no sequence could run otherwise. With a host tier, pins are dropped as soon as
-a sequence would wait for pinned blocks; the content of the blocks is demoted to the host, and
-promoted again when a prompt needs it.
+Pins may be dropped before their end; the pin that would end first is dropped first. Without a host
+tier, pins are dropped early only if no sequence could run otherwise. With a host tier, pins are
+dropped as soon as a sequence would wait for pinned blocks; the content of the blocks is demoted to
+the host, and promoted again when a prompt needs it.
 
 Plans tell the worker the hashes of pinned blocks, so that a later scheduler can restore the pins.
 The worker is not told which pins were dropped early, because a later scheduler may have room for
@@ -92,7 +92,7 @@ class Pins:
 
     @property
     def ends(self) -> Mapping[DeviceBlockId, tuple[float, int]]:
-        """For each pinned block, when its pin ends, and its order among pins of equal end."""
+        """Maps a pinned block to its pin's end, and to a number that orders pins of equal end."""
         return self._ends
 
     @property
@@ -138,8 +138,8 @@ class Pins:
     def on_completed(self, seq: Seq) -> None:
         """Pin the published blocks of a completed sequence, if its request asks for pins and n = 1.
 
-        The next turn's prompt begins with the prompt and output of this sequence. So the pins of
-        the prompt's blocks are extended, too.
+        In a conversation, the next request's prompt begins with the prompt and output of this
+        sequence. So the pins of the prompt's blocks are extended, too.
         """
         if seq.request.cache_pin_s is not None and seq.request.n == 1 and seq.group is None:
             owner = seq.request.tenant, seq.request.request_id
@@ -164,7 +164,8 @@ class Pins:
         """Restore an earlier scheduler's pins whose blocks are cached, up to `max_pinned_share`.
 
         Args:
-            pins: Hashes with the remaining seconds; the blocks of one prompt are in order.
+            pins: The hash of each pinned block, and the seconds until its pin ends. The hashes of a
+                prompt are in the order of the prompt's blocks.
             now: The time.
         """
         for place, (name, left_s) in enumerate(pins):
@@ -183,7 +184,7 @@ class Pins:
         self._next_end = first[0][0] if first is not None else float("inf")
 
     def give_up(self, count: int) -> bool:
-        """Drop up to `count` pins, those that end first; return whether there were any pins.
+        """Drop up to `count` pins, those that end first; return False if no block was pinned.
 
         A block that has other holders does not become available when its pin is dropped.
         """

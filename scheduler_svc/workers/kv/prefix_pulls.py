@@ -30,7 +30,7 @@ cores, a small copy took 0.22 s."""
 _FIRST_BYTES_PER_S: Final = 1e9
 """The assumed rate of a copy, before any copy has been measured."""
 _WEIGHT: Final = 1 / 4
-"""The least weight of a new measurement in the moving averages."""
+"""The n-th measurement has the weight 1 / n in the moving averages, but never less than this."""
 _MAX_JUMP: Final = 8.0
 """A copy counts as at most this many times the expected time, because one copy may have stalled."""
 _FORGET_S: Final = 60.0
