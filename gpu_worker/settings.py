@@ -169,9 +169,9 @@ class WorkerSettings(ProcessSettings):
     GPU. On a CPU, the results of Quire's compiled kernels never depend on other requests, even
     without this setting."""
     num_threads: PositiveInt | None = None
-    """Number of threads that compute on a CPU, shared by the ranks on this machine; unset: one per
-    physical core that this process may use, and at most the CPU limit of its control group (a
-    container's), rounded up."""
+    """Number of threads that compute on a CPU, divided equally among the ranks on this machine.
+    Unset: one per physical core that this process may use, but no more than the CPU limit of its
+    control group (a container's), rounded up."""
     pin_threads: Literal["on", "off"] = "off"
     """Whether each thread of the kernels in C stays on a physical core of its own, and each part of
     the weights stays in the memory beside the core that reads it. on: the threads stay on the first

@@ -80,7 +80,7 @@ def server_options(
     shares_port: bool = False,
     accepts_compressed: bool = False,
 ) -> ChannelOptions:
-    """Return `channel_options` and options for servers only.
+    """Return the options of a server: those of `channel_options`, and some for servers only.
 
     With `shares_port`, other processes may listen on the same port; the kernel spreads connections
     among them.

@@ -29,8 +29,8 @@ def set_num_threads(num_threads: int | None, num_sharing: int = 1) -> int:
 def pin_threads(wanted: str, device: torch.device, num_threads: int, number: int) -> None:
     """Pin the threads of the kernels in C to a core each, if the setting `pin_threads` says so.
 
-    Call this before weights are packed, so that their pages are near the threads that read them. A
-    lone thread is not pinned.
+    Call this before weights are packed, so that the weights are in the memory near the threads that
+    read them. A lone thread is not pinned.
 
     Args:
         wanted: The setting, "on" or "off".

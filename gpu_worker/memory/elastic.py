@@ -297,7 +297,7 @@ class CudaChunks:
         return at
 
     def _call(self, name: str, *args: Any) -> Any:
-        """Call the driver; return its first value, if any."""
+        """Call a function of the driver; return the first value after its error code, if any."""
         error, *values = getattr(self._driver, name)(*args)
         self._check(name, error)
         return values[0] if values else None

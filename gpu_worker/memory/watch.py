@@ -104,7 +104,7 @@ class MemoryMonitor:
         warning_share: float | None = None,
         critical_share: float | None = None,
     ) -> None:
-        """Take a first reading, and choose unset thresholds from it."""
+        """Take a first reading, and use it to choose each share that is None."""
         self._driver = driver
         first = driver.read()
         self._thresholds = choose_thresholds(

@@ -37,7 +37,7 @@ def adapter_from_proto(
     """Return the number of the adapter that the message names; 0 if it names none.
 
     Raises:
-        InvalidArgumentError: The worker has no adapter of this name with these contents.
+        InvalidArgumentError: The worker has no adapter with the message's name and digest.
     """
     if not message.HasField("adapter"):
         return 0

@@ -3,8 +3,8 @@
 A coroutine suspends only where it awaits an unfinished operation. On a blocking channel, each
 operation has finished when its call returns, so one `send` runs a coroutine of `AsyncClient` from
 start to end. No thread and no queue is between the caller and gRPC. So an event costs a third less
-CPU than with an event loop in another thread. Forks, threads and the interpreter's exit are as safe
-as with gRPC alone.
+CPU than with an event loop in another thread. Also, a program that uses the client can fork, use
+threads and exit as safely as a program that uses only gRPC.
 """
 
 import functools

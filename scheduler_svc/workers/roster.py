@@ -100,7 +100,7 @@ class Roster:
         }
 
     def spaces(self) -> Mapping[str, SpaceReport]:
-        """Measure how well each attached worker uses its blocks."""
+        """Measure each attached worker's fragmentation, and the share of its held slots with KV."""
         return {worker: session.space() for worker, session in self.sessions.items()}
 
     def queued_by_tenant(self) -> Counter[str]:
@@ -184,7 +184,7 @@ class RequiredModel:
         return before is not None
 
     def _awaited(self, newcomer: Engine) -> list[str]:
-        """Return the lost workers that may soon return with the old model."""
+        """Return the lost workers that may soon return with the model that is served now."""
         since_s = time.monotonic() - _GRACE_S
         return [
             engine.target

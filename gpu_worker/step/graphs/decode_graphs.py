@@ -2,9 +2,10 @@
 
 A graph always runs the same kernels on the same addresses. Inputs are uploaded to fixed addresses
 in one copy. Block tables are already on the device, in `DeviceTables`, and are copied from there.
-The graph's logits and most likely tokens appear at fixed addresses, too. Kernels read the amount of
-work from the device's memory. A step with fewer sequences than its graph is filled up with *padding
-rows* of length 0. Their KV is stored nowhere, and their results are ignored.
+The graph's logits and most likely tokens appear at fixed addresses, too. A graph also fixes the
+arguments of its kernels, so the kernels read the lengths of the sequences from the device's memory.
+A step with fewer sequences than its graph is filled up with *padding rows* of length 0. Their KV is
+stored nowhere, and their results are ignored.
 
 Symbols: `S` sequences of a graph, `N` sequences of a step, `G` KV groups, `M` blocks of the longest
 block table, `E` hidden size, `V` vocabulary size.
@@ -145,7 +146,7 @@ class DecodeGraphs:
         Args:
             rows: The rows, after `apply`.
             scheduled: The result of `apply`.
-            before_launch: Called when the inputs are ready.
+            before_launch: Called right before the graph is launched.
 
         Returns:
             The results, on the device; valid until the next step.

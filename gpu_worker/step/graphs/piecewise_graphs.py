@@ -1,14 +1,15 @@
-"""Computes steps of few tokens by CUDA graphs of everything but attention.
+"""Computes steps of few tokens with CUDA graphs, which contain everything except attention.
 
 Except for attention, the kernels and shapes of a forward pass depend only on the number of a step's
-tokens. So for some numbers of tokens, the forward pass is captured in pieces, one more than there
-are layers. A step of any prompts and decodes replays the pieces for the smallest captured number
-that is at least the step's number of tokens. *Padding tokens* make up the difference: their KV is
-stored nowhere, and their results are ignored. Between the pieces, the step launches attention on
-its own sequences.
+tokens. So for some numbers of tokens, the forward pass is captured in pieces. The attention of each
+layer separates two pieces, so there is one piece more than there are layers. A step of any prompts
+and decodes replays the pieces for the smallest captured number that is at least the step's number
+of tokens. *Padding tokens* make up the difference: their KV is stored nowhere, and their results
+are ignored. Between the pieces, attention is launched for the step's sequences, without the
+padding tokens.
 
-Symbols: `T` tokens of the graphs, `N` tokens and `S` sequences of a step, `R` rows, `E` hidden
-size.
+Symbols: `T` tokens that a graph computes, `N` tokens and `S` sequences of a step, `R` rows, `E`
+hidden size.
 """
 
 from bisect import bisect_left
@@ -48,10 +49,11 @@ _PER_DOUBLING: Final = 4
 
 
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
-    """Return the numbers of tokens that get graphs, ascending.
+    """Return the sizes for which graphs are captured, in tokens, ascending.
 
-    They are 8, the multiples of 16 up to 128, then four numbers for each doubling. So from 64
-    tokens on, less than a fifth is padding.
+    The sizes are 8, the multiples of 16 up to 128, the multiples of 32 up to 256, then those of 64.
+    The last size is `max_num_batched_tokens`, or `_MAX_TOKENS` if that is less. So if a step has 64
+    tokens or more, less than a fifth of the tokens that its graphs compute are padding.
     """
     most = min(max_num_batched_tokens, _MAX_TOKENS)
     sizes, size = [_LEAST // 2], _LEAST
@@ -115,8 +117,8 @@ class PiecewiseGraphs:
         """Capture all sizes, the largest first; see `DecodeGraphs.capture`.
 
         Raises:
-            PiecesError: Not every layer attends through `models.attention`, or the number of hidden
-                states is wrong.
+            PiecesError: Not every layer attends through `models.attention`, or the model does not
+                return one hidden state per token.
         """
         for done, size in enumerate(reversed(self.sizes)):
             report(done / len(self.sizes))
@@ -127,11 +129,11 @@ class PiecewiseGraphs:
         self._replays[size] = backend.capture(self._computation(size, backend))
 
     def rehearse(self) -> None:
-        """Compute as many tokens as the largest graphs, without attention, to measure memory."""
+        """Compute the largest size without graphs or attention, for measuring its memory."""
         self._computation(self.sizes[-1], None)(lambda _: None)
 
     def takes(self, scheduled: ScheduledRows) -> bool:
-        """Whether there are graphs for as many tokens as the step has."""
+        """Whether the step has at least one token, and no more than the largest of `sizes`."""
         return 0 < scheduled.num_tokens <= self.sizes[-1]
 
     def replay(
@@ -147,7 +149,7 @@ class PiecewiseGraphs:
         Args:
             rows: The rows, after `apply`.
             scheduled: The result of `apply`.
-            before_launch: Called when the inputs are ready.
+            before_launch: Called right before the first graph is launched.
             is_all_known: Whether `rows` has the ids of all of the step's tokens. If not, the ids of
                 decoding rows are only on the device.
         """
@@ -242,11 +244,11 @@ class PiecewiseGraphs:
         return compute
 
     def _padding(self, size: int) -> list[npt.NDArray[Any]]:
-        """Make the inputs of padding tokens, int64[T]: sources, token ids, positions, slots.
+        """Make the inputs of T = `size` padding tokens: sources, token ids, positions, slots.
 
-        A source says where a token's id is. Source r is the newest sampled token of row r, and
-        source R + i is element i of the token ids. There are slots for each KV group. With
-        adapters, the results of `AdapterSlots.group` follow.
+        Each array is int64[T]. A source says where a token's id is. Source r is the newest sampled
+        token of row r, and source R + i is element i of the token ids. There are slots for each KV
+        group. With adapters, the results of `AdapterSlots.group` follow.
         """
         nothing = np.empty(0, np.int64)
         grouping = () if self._adapters is None else self._adapters.group(nothing, size)

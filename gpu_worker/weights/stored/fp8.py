@@ -54,7 +54,8 @@ def unpack_fp8(
 
     `tensors` has the tensors that `fp8_tensors` lists, under the same keys.
 
-    If the part would cut a block, blocks are split into smaller ones with the same scale.
+    In some formats, each block of a weight has one scale. If `columns` begins or ends inside a
+    block, each block is split into narrower blocks that have its scale.
     """
     weight, scales = tensors["weight"], tensors[stored.scale_name]
     num_out, num_in = weight.shape

@@ -1,4 +1,4 @@
-"""Keeps processes running: starts them, restarts dead ones, and stops all of them in order."""
+"""Keeps processes running: starts them, restarts dead ones, and stops them group by group."""
 
 import asyncio
 import time

@@ -49,7 +49,7 @@ class ChatShape:
             has_logprobs: Whether to show log-probabilities of outputs.
             has_prompt_logprobs: Whether to show log-probabilities of the prompt.
             has_token_ids: Whether to show token ids.
-            prompt_token_ids: Returns the prompt's token ids, once the call has started.
+            prompt_token_ids: Returns the prompt's token ids; called only by `once`.
             new_reader: Makes the `Reader` that finds thinking and calls in one output; None: the
                 whole output is text.
             stop: Stop strings that end a tool call. If such a string ended an output, the reader of
@@ -73,7 +73,10 @@ class ChatShape:
         self._has_said_once = False
 
     def score(self, index: int, scores: PromptScores) -> None:
-        """Add more of the prompt's log-probabilities, which are the same for each choice."""
+        """Add more of the prompt's log-probabilities.
+
+        They are the same for each choice, so only those of choice 0 are kept.
+        """
         if index == 0:
             self._scores = [*(self._scores or ()), *scores.logprobs]
 

@@ -23,10 +23,10 @@ _MOST_UNSENT_BYTES = 64 * 1024
 class SseResponse:
     """A response that streams events; as a `ClientRoom`, it tells whether the client takes more.
 
-    Callers of `put` check `has_room` first, so a slow client slows only its own request. Events are
-    written to the connection's transport directly, because aiohttp's coroutines would take longer
-    than all other work for an event. If the client is gone, writes raise
-    ClientConnectionResetError.
+    `put` never waits, so a slow client slows only its own request. Callers use `put` only while
+    `has_room` is true, so the buffer for a slow client stays small. Events are written to the
+    connection's transport directly, because aiohttp's coroutines would take longer than all other
+    work for an event. If the client is gone, writes raise ClientConnectionResetError.
     """
 
     __slots__ = (
@@ -136,7 +136,7 @@ class SseResponse:
         return self._transport.get_write_buffer_size() <= _MOST_UNSENT_BYTES
 
     async def wait_for_room(self) -> None:
-        """Wait until `start` has been called and the client has read enough."""
+        """Wait until `start` has been called and there is room for an event (`has_room`)."""
         if self._transport is None:
             await self._is_started.wait()
         while not self.has_room():
@@ -173,7 +173,7 @@ class SseResponse:
         await self.wait_for_room()
 
     async def send_named(self, events: Sequence[Mapping[str, object]]) -> None:
-        """Send events, each of which is named by its `type`, in one write."""
+        """Send several events in one write; the name of each event is its `type`."""
         if events:  # an empty chunk would end the body
             self.put(named_events(events))
             await self.wait_for_room()
@@ -212,7 +212,7 @@ def sse_event(value: object) -> bytes:
 
 
 def named_events(events: Sequence[Mapping[str, object]]) -> bytes:
-    """Return events, each of which is named by its `type`."""
+    """Return the bytes of several events; the name of each event is its `type`."""
     return b"".join(
         b"event: %b\n%b" % (str(event["type"]).encode(), sse_event(event)) for event in events
     )

@@ -13,9 +13,10 @@ each part of this report as follows:
                      after a preemption.
     swapped blocks   are host and disk blocks with labels, including a partial last block. The
                      tokens of the resubmitted request hash to these labels, and the sequence is
-                     SWAPPED again. Without a prefix cache the hashes are unique to the sequence. A
-                     block with tokens that the router has not received is not found, because the
-                     block's hash is unknown; the tokens of this block are computed again.
+                     SWAPPED again. Without a prefix cache, the hashes also depend on the identity
+                     of the sequence, so that no other sequence finds the blocks. A block with
+                     tokens that the router has not received is not found, because the block's hash
+                     is unknown; the tokens of this block are computed again.
     labelled blocks  become cached blocks, so that the prefix cache is as before, in all tiers.
     pins             stay for the rest of their time.
 
@@ -143,7 +144,7 @@ class Takeover:
         return [block for row in self.unclaimed for block in self._held(row)]
 
     def expire(self) -> None:
-        """Free all rows that are still unclaimed; call this after `claim_s`."""
+        """Free all rows that are still unclaimed. `schedule()` calls this at `expires_at`."""
         self.expires_at = float("inf")
         for row in self.unclaimed:
             self._free(row)
@@ -201,7 +202,7 @@ class Takeover:
         return request
 
     def adopt(self, seq: Sequence) -> bool:
-        """Give a new sequence its KV if the worker still holds it.
+        """Let a sequence continue where the earlier scheduler left it, if the worker has its KV.
 
         Returns:
             Whether the sequence now runs, waits SWAPPED in the queue, or has ended. If false, the
@@ -273,8 +274,9 @@ class Takeover:
     def _continue(self, seq: Sequence, row: HeldRow) -> bool:
         """Start a sequence in the blocks of its row; from now on the sequence holds the blocks.
 
-        If the last block is shared, the sequence gets a copy of it. Blocks without computed tokens
-        are dropped, and missing blocks are allocated. If too few blocks are available, the sequence
+        The sequence will write to its last block if this block is not full. So if such a block is
+        shared or has a hash, the sequence gets a copy of it. Blocks without computed tokens are
+        dropped, and missing blocks are allocated. If too few blocks are available, the sequence
         waits with its KV on the host.
 
         Returns:
@@ -434,7 +436,7 @@ class Takeover:
         return self._groups.held(self._table(row))
 
     def _claim(self, row: HeldRow) -> None:
-        """Remove a row from the unclaimed ones; the caller takes over its block references."""
+        """Remove a row from the unclaimed ones; the caller now owns the row's block references."""
         rows = self._unclaimed[row.identity]
         rows.remove(row)
         if not rows:
