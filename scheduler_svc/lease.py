@@ -66,7 +66,7 @@ class Lease:
     """
 
     def __init__(self, name: str, holder: str, cluster: Cluster | None = None) -> None:
-        """`holder` names this scheduler; a random part distinguishes it from its earlier runs."""
+        """`holder` names this scheduler; a random suffix is added, to tell its runs apart."""
         self._name = name
         self._holder = f"{holder}_{uuid.uuid4().hex[:8]}"
         self._cluster = cluster or Cluster()

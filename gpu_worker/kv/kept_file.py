@@ -57,10 +57,10 @@ class Named(NamedTuple):
 
 
 def open_kept(directory: Path, identity: bytes) -> tuple[int, Path]:
-    """Open or create a kept file of an identity, and lock it; may raise OSError.
+    """Open or create a kept file with this identity, and lock the file; may raise OSError.
 
-    Workers of the same identity have separate files. Unlocked files of other identities are
-    deleted, to limit the space on the disk.
+    Workers with the same identity use separate files. Files with another identity are deleted if no
+    process has locked them, to limit the space on the disk.
     """
     own = f"{_PREFIX}{identity.hex()[:16]}-"
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):
@@ -152,7 +152,7 @@ class Headers:
         return found
 
     def name(self, block: int, label: bytes, num_bytes: int, checksum: int) -> None:
-        """Write the header of a written record; may raise OSError."""
+        """Write the header of a record that is already in the file; may raise OSError."""
         self._age += 1
         header = _HEADER.pack(label, self._generation, self._age, num_bytes, checksum, 0)
         os.pwrite(self._fd, _sealed(header), PAGE_BYTES + block * HEADER_BYTES)

@@ -17,10 +17,10 @@ at most to these values. But once a program has set one of them, glibc raises ne
 
 
 def begin_release() -> None:
-    """From now until `release_memory`, return freed memory to the system at once.
+    """Make malloc return freed memory to the system at once, until `release_memory` is called.
 
-    Otherwise each malloc arena would keep the free memory at its end, and `malloc_trim` trims the
-    end of the first arena only.
+    Otherwise each malloc arena would keep the free memory at its end. To call `malloc_trim` later
+    is not enough, because it trims the end of the first arena only.
     """
     set_malloc(M_TRIM_THRESHOLD, _TRIM_AT_ONCE)
 

@@ -85,7 +85,7 @@ class TierLabels:
         self._ages[blocks] = ages
 
     def of(self, blocks: Int32Array) -> tuple[Labels, Int64Array]:
-        """Return copies of the labels and ages of int32[N] blocks, for `assign`."""
+        """Return copies of the labels and ages of int32[N] blocks, as `assign` takes them."""
         return self._labels[blocks], self._ages[blocks]
 
     def remove(self, blocks: Int32Array | Int64Array) -> None:
@@ -165,7 +165,7 @@ class BlockLabels:
         )
 
     def fail_swap_ins(self, plan: Plan, failed: Int32Array) -> None:
-        """Handle failed swap-ins: their sources lose their labels, their targets become void.
+        """If a swap-in has failed, remove its host block's label, and make its device block void.
 
         Args:
             plan: The step that was applied last.
@@ -284,7 +284,7 @@ class BlockLabels:
             self._is_void[blocks] = False
 
     def _void_stores(self, labels: Labels) -> None:
-        """Remove uint8[N, 32] `labels` from the stores in flight."""
+        """Withhold uint8[N, 32] `labels` from the disk blocks that are being stored."""
         wrong = {label.tobytes() for label in labels}
         for label, age in self._stores.values():
             if label.tobytes() in wrong:

@@ -46,7 +46,8 @@ smaller than `_LEAST_GROUP`."""
 def cut_weight(weight: QuantizedWeight, rows: slice, columns: slice) -> QuantizedWeight | None:
     """Return a part of a weight; None if the part's groups would be too small for packed maps.
 
-    If the part would cut a group, groups are split into smaller ones with the same scale.
+    If the part begins or ends within a group, groups are split into smaller groups with the same
+    scale.
     """
     num_in = weight.values.shape[1]
     start, stop, _ = columns.indices(num_in)
@@ -236,8 +237,8 @@ class PackedMaps:
         The weight is float32 if the checkpoint does not pack it, or if `cut_weight` returns None
         for the piece.
 
-        Tensors of AWQ, GPTQ and fp8 are read whole even for one rank's part, because the cut may
-        divide a group or a block. From GGUF tensors, only the part's rows are read.
+        Tensors of AWQ, GPTQ and fp8 are read whole even for one rank's part, because the part may
+        begin or end within a group or a block. From GGUF tensors, only the part's rows are read.
         """
         name = piece.name.removesuffix(".weight")
         if not self.has(name):
@@ -307,7 +308,7 @@ class PackedMaps:
                 )
 
     def _refuse_order(self, stored: IntegerFormat, name: str, num_in: int) -> None:
-        """Refuse a GPTQ `g_idx` unless groups are consecutive input features."""
+        """Refuse a GPTQ `g_idx` unless it divides the input features into groups in order."""
         if f"{name}.g_idx" not in self._names:
             return
         found = self._read(name, {"g_idx": ((num_in,), torch.int32)})["g_idx"]
@@ -319,7 +320,10 @@ class PackedMaps:
             )
 
     def _refuse_bias(self, name: str, num_out: int) -> None:
-        """Refuse a bias that the model lacks, unless it is zero: some GPTQ writers add zeros."""
+        """Refuse a bias in the checkpoint for a map that has none, unless the bias is zero.
+
+        Some GPTQ writers add biases of zeros.
+        """
         if f"{name}.bias" not in self._names:
             return
         bias = torch.empty(num_out, device=self._reading_on)

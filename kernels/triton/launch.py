@@ -26,7 +26,7 @@ class Launch:
         self._compiled: dict[Hashable, Any] = {}
 
     def __call__(self, grid: tuple[int, int, int], variant: Hashable, **changing: Any) -> None:
-        """Launch the kernel with its remaining arguments, `changing`.
+        """Launch the kernel; `changing` has all arguments that are not in `fixed`, by name.
 
         Triton compiles the values of `tl.constexpr` arguments into the kernel. So calls with
         different values of such an argument must differ in `variant`. All other arguments must be

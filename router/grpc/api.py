@@ -47,8 +47,10 @@ class InferenceServicer(inference_pb2_grpc.InferenceServiceServicer):
     ) -> None:
         """Stream the events; a slow reader gets fewer and larger deltas.
 
-        The events are written to the context, not yielded. So if the call ends while a write waits
-        for the reader, this method is cancelled at once, and so is the request.
+        The events are written to the context, not yielded, because grpcio does not cancel a
+        generator while an event that it has yielded is being written. This method waits for each
+        write itself, so if the call ends during a write, the method is cancelled at once, and so is
+        the request.
         """
         await _stream(await self._cells.generate(_request(request, context)), context)
 

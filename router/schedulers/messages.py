@@ -30,7 +30,7 @@ class Welcome:
 
 @dataclass(frozen=True, slots=True)
 class Refusal:
-    """The scheduler has refused a request; its sequences do not exist."""
+    """The scheduler has refused a request, and has created none of its sequences."""
 
     first_seq_key: int
     error: QuireError
@@ -106,7 +106,8 @@ class StepEvents:
     adapters: tuple[LoraAdapter, ...] | None = None
     """The adapters that requests may name from now on."""
     is_unloaded: bool | None = None
-    """Whether all workers have unloaded the model, so that requests wait."""
+    """Whether no worker is attached, and the model of at least one worker is unloaded. If true,
+    requests wait."""
 
 
 @dataclass(frozen=True, slots=True)

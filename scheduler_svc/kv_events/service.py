@@ -18,7 +18,7 @@ class KvEventServicer(kv_pb2_grpc.KvEventServiceServicer):
         request: kv_pb2.WatchKvRequest,
         context: grpc.aio.ServicerContext,  # type: ignore[type-arg]
     ) -> None:
-        """Stream snapshots and changes, as fast as gRPC's flow control allows."""
+        """Stream snapshots and changes of the prefix caches, as fast as flow control allows."""
         with self._events.reader(request.worker) as reader:
             async for message in reader.messages():
                 await context.write(message)

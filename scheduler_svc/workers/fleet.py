@@ -102,7 +102,9 @@ class Fleet:
     # --- requests -------------------------------------------------------------------------------
 
     async def model(self) -> ModelInfo:
-        """Wait until a worker is attached; return the model, with the smallest length limit.
+        """Wait until a worker is attached; return the model that the workers serve.
+
+        The model's length limit is the smallest limit of an attached worker.
 
         Raises:
             UnavailableError: The scheduler ends before a worker is attached.
@@ -221,7 +223,8 @@ class Fleet:
 
         Args:
             discovery: Finds the workers.
-            make_engine: Creates the engine of a target, with this fleet as its owner.
+            make_engine: Creates the engine for a worker's address (target), with this fleet as the
+                engine's owner.
             on_gone: Called with the target of each worker that is gone.
 
         Raises:
@@ -327,8 +330,9 @@ class Fleet:
     def on_lost(self, engine: Engine, commands: tuple[SubmitRequest, ...]) -> None:
         """Place the requests of a lost worker elsewhere, or keep them until a worker is attached.
 
-        A request with too many crashes ends with an error, because it may be their cause and would
-        harm other requests again.
+        A request ends with an error if `_MAX_CRASHES` workers in a row were lost while they ran it
+        and added no token to it. The request may be the cause of the losses, and would harm the
+        requests of the next worker, too.
         """
         for command in commands:
             if command.num_crashes < _MAX_CRASHES:

@@ -77,7 +77,7 @@ class Layer(AdaptableLayer):
     mlp_norm: LayerNorm | None
     """None: `attention_norm`."""
     window: int | None
-    """Number of tokens that a token sees, itself included; None: all before it."""
+    """Number of tokens that a token sees, itself included; None: all tokens up to itself."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -199,7 +199,7 @@ def build_layer_norm_decoder(config: LayerNormConfig, weights: Weights) -> Layer
 
 
 def _head_name(config: LayerNormConfig, weights: Weights) -> str:
-    """Return the name of the weight of the map to the vocabulary."""
+    """Return the name of the weight that maps hidden states to the vocabulary."""
     names, name = config.names, "lm_head.weight"
     if config.tie_word_embeddings:
         return f"{names.embedding}.weight"

@@ -57,7 +57,7 @@ ANY_WORKER_FLAGS: Final = (
     "host_kv_memory_gb",
     "disk_kv_memory_gb",
 )
-"""Flags for workers, including simulated ones."""
+"""Flags for all workers, real or simulated."""
 DEVICE_WORKER_FLAGS: Final = (
     "model_class",
     "lora",
@@ -105,9 +105,9 @@ class UpSettings(ProcessSettings):
     or its name on the hub. If there are several models, give one name for each, in the order of
     --model."""
     on_demand: PositiveInt | None = None
-    """Maximum number of models that are loaded at the same time. A model that a request
-    needs replaces the least recently used model (docs/operations.md). Default: all models are
-    loaded."""
+    """Maximum number of models that are loaded at the same time. To load a further model for a
+    request, the router unloads the least recently used model (docs/operations.md). Default: all
+    models are loaded."""
     min_loaded_s: Annotated[float, Field(ge=0, allow_inf_nan=False)] | None = None
     """With --on-demand, the shortest time in seconds for which a model stays loaded; default: the
     router's default, 10."""
@@ -136,8 +136,8 @@ class UpSettings(ProcessSettings):
     """How many workers decode. Set this flag together with --prefill-workers."""
     routers: Annotated[int, Field(ge=1, le=64)] = 1
     """How many routers to start. They share --http-port and --grpc-port. Each router gets some of
-    the connections, so a client should open several connections. docs/performance.md says what a
-    token costs at a router."""
+    the connections, so a client should open several connections. docs/performance.md says
+    how much processor time a router needs for a token."""
     standby: bool = False
     """Start a second scheduler for each model. One scheduler serves; if this scheduler dies or
     hangs, the other takes over within a few seconds (docs/failure.md)."""

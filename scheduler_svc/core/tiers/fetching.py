@@ -41,7 +41,8 @@ class FetchStatus(Enum):
     FETCHING = auto()
     """The sequence has left the queue and waits for loads."""
     LATER = auto()
-    """The sequence is swapped, but its blocks cannot be loaded yet."""
+    """The sequence is swapped, and its blocks cannot be loaded yet, because the host lacks room or
+    because a block is still being stored to the disk."""
 
 
 class Fetching:
@@ -88,17 +89,18 @@ class Fetching:
     # --- starting to fetch ----------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
-        """Queue a new sequence, or fetch its prefix from the disk first.
+        """Queue a new sequence, or first load blocks of its prefix from the disk.
 
-        The sequence is not first in the queue yet, so its fetch leaves half of the host blocks to
-        other sequences.
+        The blocks are loaded if this costs less than to compute their tokens, and if there is room
+        for all of them. The sequence is not first in the queue yet, so its loads leave half of the
+        host blocks to other sequences.
         """
         room = self._tier.pool.num_available - self._tier.pool.num_blocks // 2
         if not (self._is_enabled and self._fetch_prefix(seq, room, may_be_part=False)):
             self._queue.push(seq)
 
     def at_turn(self, seq: Sequence, *, has_room: bool) -> FetchStatus:
-        """Fetch the KV that the first sequence in the queue needs.
+        """Begin to fetch the KV that the first sequence in the queue needs.
 
         Args:
             seq: The first sequence in the queue.
@@ -234,7 +236,7 @@ class Fetching:
     # --- ending ---------------------------------------------------------------------------------
 
     def answer(self, result: Result) -> None:
-        """Record finished disk moves; queue the sequences whose last load has ended."""
+        """Record stores and loads that ended; queue sequences that wait for no more loads."""
         self._disk.answer(result)
         for block in map(DiskBlockId, result.failed_disk_block_ids.tolist()):
             for seq in self._room.spilled_to(block):
@@ -252,7 +254,7 @@ class Fetching:
                 self._arrive(seq, target)
 
     def stop(self, seq: Sequence) -> None:
-        """Let a sequence stop waiting for its loads, which continue for the prefix cache."""
+        """Let a sequence stop waiting. Its loads continue, so that the prefix cache gets the KV."""
         for target in self._awaited.pop(seq):
             if (waiters := self._waiters.get(target)) is not None:
                 del waiters[seq]
