@@ -54,7 +54,10 @@ class StructuredOutput:
 
     @property
     def form(self) -> str:
-        """The name of the set field; raises InvalidArgumentError unless exactly one is set."""
+        """The name of the field that is set.
+
+        Raises InvalidArgumentError unless exactly one field is set.
+        """
         given = [
             name
             for name in ("json_schema", "json_object", "regex", "choice", "grammar")
@@ -123,7 +126,7 @@ class SamplingParams:
 
     @property
     def has_penalties(self) -> bool:
-        """Whether earlier tokens change the logits."""
+        """Whether any penalty changes the logits of tokens that have already occurred."""
         return (self.repetition_penalty, self.presence_penalty, self.frequency_penalty) != (1, 0, 0)
 
     def check(

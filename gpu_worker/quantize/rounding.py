@@ -61,7 +61,7 @@ def round_for_inputs(
         weight: `[N, K]`.
         products: `[K, K]`, the sum of `x @ x.T` over inputs x; zeros if there were none.
         bits: 4 or 8.
-        group_size: Input features that share a scale; divides K.
+        group_size: Number of input features in a group; K is a multiple of this number.
     """
     weight = weight.float().clone()
     squares = products.diagonal()
@@ -92,8 +92,9 @@ def round_for_inputs(
 
 
 def _error_shares(products: torch.Tensor) -> torch.Tensor:
-    """Return the upper Cholesky factor of the inverse of `products`, `[K, K]`.
+    """Return the upper Cholesky factor, `[K, K]`, of the inverse of damped `products`.
 
+    `products` is as in `round_for_inputs`, but with the features in the order of their rounding.
     With the factor `U`, the weight of a later feature j changes by `U[k, j] / U[k, k]` per unit of
     feature k's error.
     """

@@ -1,7 +1,8 @@
 """Computes the fields of the C structures `attention` and `store_kv` from tensors.
 
-An op passes numbers as fields, and calls C immediately. A program (`kernels.cpu.library.Program`)
-passes names for some fields, and gets the numbers for the names in each run.
+When an op calls a C function directly, all fields are numbers. In a program
+(`kernels.cpu.library.Program`), the same calls run again and again. A field that differs from run
+to run is then a name, and each run is given a number for each name.
 
 Symbols: `T` tokens, `H` query heads, `HKV` kv heads, `D` head dim of queries and keys, `DV` that of
 values, `B` blocks, `P` block size.
@@ -57,9 +58,9 @@ def attention_fields(
 
     The arguments are named as in `kernels.ops.paged_attention_prefill`. But for a tensor that
     changes from step to step, the argument is the tensor's address. In a program, the argument is a
-    name, and each run of the program gets the address for this name. A `query_start_loc` of 0 means
-    one token for each sequence. `partials` is the address of memory for partial results; the
-    function `num_partials` returns its size.
+    name, and each run of the program gets the address for this name. If `query_start_loc` is
+    0 (C's NULL), each sequence has one query token. `partials` is the address of memory for partial
+    results; the function `num_partials` returns its size.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"
@@ -81,9 +82,9 @@ def attention_fields(
 def num_partials(num_heads: int, value_dim: int, num_seqs: int, max_len: int) -> int:
     """Return the size of the memory for attention's partial results, in float32 numbers.
 
-    If a sequence has a single query token, its positions are computed in splits, by several
-    threads. `max_len` is the limit on the length of the sequences. If sequences of this length fit
-    in one split, no memory is needed.
+    The positions of a sequence with a single query token are divided into *splits*, so that
+    several threads can compute them. `max_len` is the limit on the length of the sequences. If
+    sequences of this length fit in one split, no memory is needed.
     """
     num_splits = -(-max_len // _SPLIT)
     if num_splits == 1:

@@ -53,7 +53,9 @@ class WeightMemory:
     ) -> torch.Tensor:
         """Return a contiguous copy of a CPU tensor, in memory that is freed with its whole region.
 
-        `touch` is called with the memory, in the weight's shape, before anything is written to it.
+        Before anything is written to the memory, `touch` is called with it, in the weight's shape.
+        The thread that first writes to a page decides on which memory node the page is, so `touch`
+        can place each page near the thread that will read it.
         """
         num_bytes = weight.numel() * weight.itemsize
         with self._lock:

@@ -149,7 +149,7 @@ def _rotary_kernel(
 def rotary(
     query: torch.Tensor, key: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Rotate each head of `query` [T, H, D] and `key` [T, HKV, D] to its token's position.
+    """Rotate the heads of `query` [T, H, D] and `key` [T, HKV, D] by the positions of their tokens.
 
     `cos_sin` is fp32 [max_pos, R], cos in the first half of a row and sin in the second; the dims
     of a head after the first R are copied. `positions` is int64[T]. Each position must be below

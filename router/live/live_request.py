@@ -532,7 +532,10 @@ class LiveRequest:
         return self.usage
 
     def _take_scores(self, logprobs: list[TokenLogprob]) -> PromptScores | None:
-        """Return the next log-probabilities of the prompt; None: the request ended without them."""
+        """Return the next log-probabilities of the prompt, at most `MAX_EVENT_TOKENS`.
+
+        Return None if the request ended before the log-probabilities of the whole prompt arrived.
+        """
         # All log-probabilities of the prompt arrive before the first token.
         is_complete = len(logprobs) == len(self.record.prompt_token_ids) - 1
         first = self._num_prompt_logprobs_taken

@@ -1,5 +1,7 @@
 """Stores turns (responses and lines of batches) and their events.
 
+A turn can belong to a *group*: the lines of a batch, for example, are one group.
+
 Every call raises `StoreError` if the database fails.
 """
 
@@ -133,8 +135,10 @@ class TurnStore:
     ) -> Sequence[Turn]:
         """Take over turns without an owner: by priority, then from oldest to newest.
 
-        Claims at most `limit` turns without a group, and `group_limit` turns of groups. For turns
-        of groups, the tenants with the lowest `num_running` come first.
+        Takes over at most `limit` turns that are in no group, and at most `group_limit` turns that
+        are in a group. Among turns of equal priority that are in a group, the next one is always of
+        the tenant with the fewest running turns. `num_running` gives this number for each tenant;
+        each turn of a group that is taken over adds 1 to it.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> list[Turn]:
@@ -204,8 +208,8 @@ class TurnStore:
     async def conversation(self, tenant: str, turn_id: str, max_bytes: int) -> Sequence[Turn]:
         """Return a turn and the turns that it continues, oldest first, without their records.
 
-        Returns an empty list if a turn is missing. Raises InvalidArgumentError if the turns are too
-        many or too large.
+        Returns an empty list if one of these turns is missing. Raises InvalidArgumentError if there
+        are more than `MAX_CHAIN` turns, or more than `max_bytes` bytes of bodies and results.
         """
         chain = (
             "WITH RECURSIVE chain (id, previous_id, depth) AS ("

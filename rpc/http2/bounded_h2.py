@@ -142,7 +142,11 @@ class BoundedH2(H2Connection):
             self._closed_streams[stream_id] = stream.closed_by
 
     def close(self) -> None:
-        """Receive nothing more; break h2's reference cycle, so that its memory is freed at once."""
+        """Receive no more frames, and clear the table of methods that handle them.
+
+        The methods refer to this object, which refers to the table. Without this cycle, the
+        object's memory is freed at once when the object is no longer used.
+        """
         self._frame_dispatch_table.clear()
 
     def _open_streams(self, _remainder: int) -> int:

@@ -21,9 +21,9 @@ fall then; at WARNING it only may not grow."""
 
 _BACKGROUND_SHARE = 8
 """Requests of the lowest priority, such as those of a batch, get 1 / 8 of the prompt tokens of a
-step with decodes, while requests of a higher priority are live. Derived: all prompts together may
-make a step 1.4 times as long (--max-decode-slowdown), so batches alone make it 1.05 times as
-long."""
+step with decodes, while requests of a higher priority are live. All prompts together may make a
+step 1.4 times as long (--max-decode-slowdown): they add 0.4 of the step's time. Batches alone add
+1 / 8 of that, so they make the step 1.05 times as long."""
 
 
 class TokenBudget:
@@ -86,9 +86,10 @@ class TokenBudget:
         """Return how many known tokens of a running sequence the step computes; may be 0.
 
         A sequence with one token left to compute, such as a beam, a fork or a swapped-in sequence,
-        does not count as a prompt, because it costs as much as a decode. The first grant of a long
-        prompt in a step is at most half of the remaining tokens. A second grant, after all other
-        sequences, has no such limit. The granted tokens are subtracted from the budget.
+        does not count as a prompt, because it costs as much as a decode. In each step, the first
+        grant of a long prompt is at most half of the prompt tokens that the step has left, so that
+        other prompts get tokens, too. The second grant, after all other sequences have got theirs,
+        has no such limit. The granted tokens are subtracted from the budget.
 
         Args:
             seq: The sequence.

@@ -126,10 +126,12 @@ class Preemption:
     # --- how ------------------------------------------------------------------------------------
 
     def preempt(self, seq: Sequence, *, can_swap: bool = True, must_swap: bool = False) -> None:
-        """Take a running sequence's device blocks and queue it. A search is preempted as a whole.
+        """Take the row and the device blocks of a running sequence, and queue the sequence again.
+
+        A beam is never preempted alone, but together with all other beams of its search.
 
         Args:
-            seq: The sequence, or a beam of the search.
+            seq: The sequence; for a search, any one of its beams.
             can_swap: Whether the sequence's KV may be moved to the host; otherwise its tokens are
                 recomputed.
             must_swap: Swap regardless of the cost; the caller has checked that the host has room.

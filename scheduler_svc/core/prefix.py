@@ -61,7 +61,8 @@ class KvLookup:
     def find(self, seq: Sequence) -> FoundKv:
         """Look up the KV that a queued sequence can reuse.
 
-        The result leaves at least one token to compute, because sampling needs its logits.
+        The result never has the KV of all known tokens: the last one must be computed, because its
+        logits are needed to sample the next token.
         """
         is_swapped = seq.status is SeqStatus.SWAPPED
         # The sequence may find the KV of all known tokens but the last one. If it was swapped out,

@@ -60,7 +60,11 @@ class CallRecorder:
     """Records the calls of a core's `core_input` methods, including calls that raise."""
 
     def __init__(self, record: Callable[[RecordedCall], None], clock: Callable[[], float]) -> None:
-        """`record` receives each call; `clock` must be the clock of the core's `now` arguments."""
+        """Pass each call to `record`.
+
+        `clock` gives the time of each call. It must be the clock from which the caller of the core
+        reads the time that it passes as `now`.
+        """
         self._record = record
         self._clock = clock
 
@@ -89,7 +93,10 @@ def _signature(method: Callable[..., Any]) -> inspect.Signature:
 
 
 class Recordings:
-    """The recordings of one process, written by a thread until the `with` ends."""
+    """The recordings of one process.
+
+    Use this object in a `with` block: a thread writes the recordings until the block ends.
+    """
 
     def __init__(self, directory: Path, max_bytes: int, epoch: int) -> None:
         """Create `directory` if it is missing. All recordings together use at most `max_bytes`.

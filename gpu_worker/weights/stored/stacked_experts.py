@@ -1,5 +1,8 @@
 """Reads single experts from tensors that stack all experts of a layer, as in Qwen3-VL-MoE.
 
+An expert has three linear *maps*: gate, up and down. One stacked tensor has the gate and up maps of
+all experts, another tensor has the down maps.
+
 Symbols: `X` experts, `E` hidden size, `I` intermediate size of an expert.
 """
 
@@ -19,7 +22,7 @@ _BLOCK: Final = 128
 
 @dataclass(frozen=True, slots=True)
 class _Map:
-    """A map of an expert, in a stacked tensor."""
+    """One map of one expert, as a part of a stacked tensor."""
 
     place: Piece
     """The part of the stacked tensor that is this map. The part's shape is `[1, inputs, outputs]`
@@ -46,7 +49,7 @@ class _Map:
 
 
 class ExpertsFile:
-    """A file whose stacked tensors appear as a tensor for each map of each expert."""
+    """A file in which each map of each expert appears as a separate tensor."""
 
     def __init__(self, file: TensorFile, hidden_size: int) -> None:
         """`hidden_size`, E, shows the order of a tensor's dimensions, which differs by checkpoint.
@@ -84,7 +87,11 @@ class ExpertsFile:
         return self._file.extent(piece if found is None else found.place)
 
     def _add(self, name: str, experts: str, maps: str, suffix: str) -> None:
-        """Add the maps in a tensor of shape `[X, 2 * I, E]` or `[X, E, I]`, or transposed."""
+        """Add the maps in a stacked tensor.
+
+        The shape is `[X, 2 * I, E]` for gate and up, and `[X, E, I]` for down, or either shape with
+        its last two dimensions swapped.
+        """
         shape = self._file.shape(name)
         hidden = -(-self._hidden_size // _BLOCK) if suffix else self._hidden_size
         is_gate_up = maps == "gate_up"

@@ -138,7 +138,7 @@ def sum_tiers(workers: Sequence[WorkerKv]) -> tuple[TierSum, ...]:
 
 
 def device_of(worker: WorkerKv) -> TierKv:
-    """Return the device tier; every worker has one."""
+    """Return the worker's device tier; every worker has one."""
     return next(tier for tier in worker.tiers if tier.tier == KV_TIER_DEVICE)
 
 
