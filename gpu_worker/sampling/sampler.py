@@ -33,7 +33,7 @@ _MIN_TEMPERATURE = np.float32(1e-30)
 likely token has all the weight, as in greedy sampling."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
-"""Exponentials of lower numbers are subnormal float32, and slow."""
+"""Below about this number, exponentials are subnormal float32, which is slow to compute."""
 _LEAST_WEIGHT: Final = 1.7e-38
 """Slightly above exp(_LEAST_LOG)."""
 NO_SEQUENCES: Final = np.empty(0, np.int64)
@@ -85,7 +85,8 @@ class Sampler:
         """Sample the next token of each sequence; in rows with penalties, count the token.
 
         Args:
-            logits: float32[S, V] on the device; changed. On a GPU they may have 16 bits.
+            logits: float32[S, V] on the device; on a GPU they may have 16 bits. `sample` may change
+                this tensor.
             rows: int64[S]. A row may occur several times, at ascending positions, if it has neither
                 penalties nor a grammar.
             positions: int64[S], the new token's index in its sequence.
@@ -131,7 +132,8 @@ class Sampler:
 
         Args:
             rows: int64[S], as for `sample`.
-            token_ids: Waits for the step's tokens, int64[S]. May be called on another thread.
+            token_ids: A function that waits for the step's tokens and returns them, int64[S]. It
+                may be called on another thread.
         """
         if self._structured is None or not self._structured.has_any:
             return
@@ -183,7 +185,7 @@ class Sampler:
         logits.index_put_((index, token_ids), logits.new_full((), -torch.inf))
 
     def _suppress_others(self, logits: torch.Tensor, rows: Int64Array) -> None:
-        """Suppress the tokens that limited rows may not draw."""
+        """In rows with `allowed_token_ids`, suppress all other tokens."""
         places = np.nonzero(self.table.is_limited[rows])[0]
         if not len(places):
             return
@@ -238,7 +240,7 @@ class Sampler:
         """Return int64[S]: the most likely token at temperature 0, otherwise a draw.
 
         `likeliest`: the most likely tokens, if they are known. `is_suppressed`: whether many logits
-        may be -inf.
+        may be -inf; if so, `_draw` computes exponentials in a way that is fast for such logits.
         """
         drawn = self.table.temperature[rows].nonzero()[0]
         if not len(drawn):
@@ -348,9 +350,10 @@ def sample_others(
 
     Args:
         forced: The forced tokens.
-        hidden: Hidden states `[S, E]`. Rows with forced tokens have no logits, so their hidden
-            states are checked for being finite.
-        sample: Samples the other sequences, given their hidden states and their indexes, int64[*].
+        hidden: Hidden states `[S, E]`. A sequence with a forced token has no logits that could be
+            checked for non-finite values, so its hidden state is checked instead.
+        sample: Samples the other sequences. The arguments are the hidden states of these sequences,
+            and their indexes in `hidden` (int64).
     """
     has_choice = np.ones(len(hidden), np.bool_)
     has_choice[forced.places] = False

@@ -37,7 +37,10 @@ class TimeLimit:
 
 
 class Attempts:
-    """The calls of one request. Methods that start a call return the stub's coroutine or stream."""
+    """The calls of one request.
+
+    Methods that start a call return what the gRPC stub returns: for the caller to await or to read.
+    """
 
     def __init__(
         self,
@@ -111,7 +114,7 @@ class Attempts:
         return delay_s
 
     def cancel(self) -> Any:
-        """Start a call that cancels the request, which the service would otherwise end later."""
+        """Start a call that cancels the request; see `must_be_cancelled`."""
         request = inference_pb2.CancelRequest(request_id=self._continuation.request_id)
         return self._routers.current.stub.Cancel(
             request, timeout=_CANCEL_TIMEOUT_S, metadata=self._metadata

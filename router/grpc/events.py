@@ -23,8 +23,9 @@ async def write_events(
 ) -> None:
     """Write the messages that `messages_of` makes of each event, until the last event.
 
-    If `messages_of` raises an error, the stream ends with this error. `write` replaces
-    `context.write` if several requests share a call, because grpcio allows one write at a time.
+    If `messages_of` raises an error, the stream ends with this error. With grpcio, `write` is used
+    instead of `context.write`, if it is given. If several requests share a call, `write` must make
+    them take turns, because grpcio allows only one write at a time.
     """
     if isinstance(context, Call):
         call: Call = context

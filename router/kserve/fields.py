@@ -20,10 +20,10 @@ _LISTS: Final = frozenset(
 
 
 class Fields(Body):
-    """All fields of a request: the fields of `/v1/completions`, and Triton's.
+    """All fields of a request: those of `/v1/completions`, and those of NVIDIA's Triton server.
 
-    Types are not strict, because tensors and parameters have few types, and clients send numbers as
-    text.
+    Values are converted to the types of the fields, because tensors and parameters have few types,
+    and clients send numbers as text.
     """
 
     model_config = ConfigDict(strict=False)

@@ -22,7 +22,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class MalformedError(Exception):
-    """The text breaks the syntax; everything read since the mark is plain text."""
+    """The text breaks the syntax. Pass on everything read since the mark as plain text."""
 
 
 class Source:
@@ -38,7 +38,7 @@ class Source:
         self._text += text
 
     def end(self) -> None:
-        """Signal the end of the text; from now on no method waits."""
+        """Signal the end of the text; from now on no method waits for more."""
         self._has_ended = True
 
     def mark(self) -> None:

@@ -1,8 +1,9 @@
 """Learns how long a worker's steps take, and limits the prompt tokens of the next step.
 
-A step has one result, so a prompt in it delays every decoding sequence of the step. The operator
-sets the *allowed time*, by which prompts may lengthen a step (`Pace`). The limit is the number of
-prompt tokens that fit in the allowed time. The pacer learns three durations from the steps:
+A step returns the tokens of all its sequences when the whole step ends. So a prompt in the step
+delays every decoding sequence of the step. The operator sets the *allowed time*, by which prompts
+may lengthen a step (`Pace`). The limit is the number of prompt tokens that fit in the allowed time.
+The pacer learns three durations from the steps:
 
 - the time of a step that only decodes, by the number of sequences
 - the time per prompt token, from steps with many prompt tokens
@@ -34,8 +35,8 @@ from scheduler_svc.core.interface.config import SchedulerConfig
 # --- how many prompt tokens a step may have -----------------------------------------------------
 
 _MIN_TOKENS = 4
-"""Lower bound of `least_tokens`. Measured: beside eight decodes, four prompt tokens are almost
-free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
+"""The least that `least_tokens` returns. Measured: beside eight decodes, four prompt tokens are
+almost free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
 """The default of `--max-decode-slowdown`. From this value on, a step with decodes may always have
 `SchedulerConfig.min_prompt_tokens` prompt tokens. With a lower value it may always have
@@ -45,10 +46,10 @@ _WORTH_TOKENS = 128
 takes as long as computing some 16 tokens. In a step of 128 tokens, this adds only an eighth to the
 time of the computation."""
 _MAX_PAYING = 2.0
-"""The prompts of a step may take up to this multiple of the allowed time, to make their fixed cost
-worthwhile. Measured: a long prompt raises the p99 of the time between tokens to 1.41 times the p99
-before the prompt. The factor was 2.28 when the fixed cost did not count towards this limit ("Long
-prompts beside streams")."""
+"""The prompts of a step may take up to this multiple of the allowed time, so that a step need not
+pay their fixed cost for only a few tokens. Measured: a long prompt raises the p99 of the time
+between tokens to 1.41 times the p99 before the prompt. The factor was 2.28 when the fixed cost did
+not count towards this limit ("Long prompts beside streams")."""
 _LONG_STEPS = 256
 """A step may always compute 1 / 256 of all queued prompt tokens, even if it then takes longer than
 the pace allows. Chosen, to keep queues of prompts from growing."""
@@ -74,8 +75,8 @@ the p99 between tokens."""
 # --- how observed steps count -------------------------------------------------------------------
 
 _FEW_TOKENS = 64
-"""Steps with more prompt tokens than this measure the cost per token; steps with fewer measure the
-fixed cost. Chosen."""
+"""The cost per token is learned from steps with more prompt tokens than this. The fixed cost is
+learned from the other steps. Chosen."""
 _WEIGHT = 1 / 8
 """Weight of a new observation in the moving average. Chosen."""
 _MAX_JUMP = 2.0
@@ -93,14 +94,16 @@ because noise can make the measured time negative."""
 _LEAD_S = 0.02
 """The lead: the next step is sent this long before the step in flight is expected to end. The lead
 leaves time to plan and send the step, and allows for a step that ends early. Measured together with
-`_LEAD_PART`, in comparison with sending at once: 0.98 of the time to the first token at 8 streams
-and 0.90 at 32, and 1.01 and 1.00 of the throughput. The two values themselves were chosen."""
+`_LEAD_PART`, in comparison with sending at once: at 8 streams, 0.98 of the time to the first token
+and 1.01 of the throughput; at 32 streams, 0.90 of the time to the first token and 1.00 of the
+throughput. The two values themselves were chosen."""
 _LEAD_PART = 4
-"""The lead is at least 1 / 4 of the expected time, because long steps are harder to predict."""
+"""The lead is at least 1 / 4 of the time that the steps in flight are expected to take, because the
+end of a long step is harder to predict."""
 _LATE_FACTOR, _LEAST_LATE_S = 10, 1.5
 """Steps in flight are late after `_LATE_FACTOR` times their expected time, but at the earliest
-after `_LEAST_LATE_S` seconds. Chosen, not measured: a busy machine or a very long prompt does not
-make a step take that long."""
+after `_LEAST_LATE_S` seconds. Chosen, not measured, so that a step is not late only
+because the machine is busy or a prompt is very long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -172,14 +175,14 @@ class StepPacer:
         self._began_s = 0.0
         """When the oldest step in flight began, as an estimate."""
         self._share_alone = _Average()
-        """The share of a step's reported time that came after the previous result. On a GPU, the
-        reported time includes the wait for the previous step."""
+        """The share of a step's reported time that passes after the result of the previous step. On
+        a GPU, this share is below 1: the reported time includes the wait for the previous step."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
         """The limit on the prompt tokens of the next step, with or without decodes.
 
-        None: no limit but the step's token budget.
+        None: only the step's token budget limits them.
         """
         # The rate of steps with few prompt tokens is less exact; it errs on the slow side.
         token_s = self._prompt_token_s.value or self._token_s.value
@@ -231,8 +234,8 @@ class StepPacer:
     def next_due_s(self) -> float:
         """When to send the next step, on the clock of `now_s` arguments; -inf: at once.
 
-        The step is sent shortly before it can begin. So requests that arrive until then become part
-        of this step, not of the one after it.
+        The step is sent only shortly before the steps in flight are expected to end. So requests
+        that arrive before that can become part of this step, not of the one after it.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:

@@ -67,7 +67,7 @@ class SpaceWatch:
                 )
 
     def on_lost(self, error: QuireError) -> None:
-        """Fail the calls of operators that still wait for a pass."""
+        """Fail the operators' calls that still wait for a defragmentation pass."""
         for done in self._take_waiting():
             done.set_exception(error)
 

@@ -78,8 +78,8 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits how much prompts delay decodes. The limit is not needed if decodes
-        move to other workers."""
+        """Whether `pace` limits by how much prompts may lengthen steps with decodes. This limit is
+        not needed if the worker's sequences move to other workers to decode."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -107,7 +107,7 @@ class Session:
         self._settled = asyncio.Event()
         """Set when the session hands over and no step is in flight any more."""
         self._bug: BrokenInvariantError | None = None
-        """A bug that `call` found outside the engine's task; `work` raises it."""
+        """A bug in the core that `call` has found; `work` raises it, too, to end the session."""
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
         self._alarm: asyncio.TimerHandle | None = None
         """Wakes the session when the next step is due."""
@@ -274,7 +274,7 @@ class Session:
     # --- leaving --------------------------------------------------------------------------------
 
     async def hand_over(self) -> None:
-        """Send no more steps; return after the results of the steps in flight, or after a loss."""
+        """Send no more steps; return when all sent steps have results, or the worker is lost."""
         self._is_handing_over = True
         self._wake.set()
         await self._settled.wait()

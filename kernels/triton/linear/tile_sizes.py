@@ -21,8 +21,8 @@ class TileSizes:
 
 
 ANY_ROWS: Final = TileSizes(64, 64, 64, 4, 3)
-"""The tile size for maps that use one size for any number of rows. A tile has few columns, so that
-the tiles of a single row occupy many processors."""
+"""The tile size for maps that use one size for any number of rows. The tiles have few columns,
+so that even a launch with a single row has enough tiles to occupy many processors."""
 BY_ROWS: Final = (
     TileSizes(16, 64, 128, 4, 4),
     TileSizes(64, 128, 64, 8, 3),
@@ -40,8 +40,8 @@ FLOAT32_BY_ROWS: Final = (
 def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> TileSizes:
     """Return the first tile size with room for `num_rows / num_maps` rows, or else the last one.
 
-    This quotient is the average number of rows of a map. In a launch of several maps, for example
-    experts, only the device knows how many rows each map has.
+    This quotient is the average number of rows that a map multiplies. In a launch of several maps,
+    for example experts, only the device knows how many of the rows belong to each map.
     """
     return next((each for each in choices if num_rows <= each.rows * num_maps), choices[-1])
 

@@ -47,7 +47,8 @@ class Batch:
     created_at: float
     is_live: bool
     shown: Json
-    """The batch as its client sees it; while the batch is live, its counts are out of date."""
+    """The batch as its client sees it, except that `request_counts` and `usage` are out of date
+    while the batch is live. The client gets values that were just computed from the turns."""
     key_name: str = ""
     """The name of the API key that created the batch."""
     output_expires_s: float | None = None
@@ -192,7 +193,7 @@ class BatchStore:
         )
 
     async def last_position(self, batch: Batch) -> int:
-        """Return the number of the last line that has a turn; 0 if no line has a turn."""
+        """Return the number of the last line of the input file that has a turn; 0: no line has."""
 
         def work(cursor: Cursor, _: DatabaseConnection) -> int:
             cursor.execute(

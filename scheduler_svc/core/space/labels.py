@@ -23,10 +23,10 @@ class NewLabels:
         self._blocks: list[int] = []
         self._hashes: list[BlockHash] = []
         self._num_before = 0
-        """How many of the labels are valid before the step being planned."""
+        """Number of labels, from the first on, that are valid before the step being planned."""
 
     def give(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
-        """Add labels of blocks; the labels are valid at the latest after the step being planned."""
+        """Add labels of blocks; they need not be valid before the step being planned has run."""
         self._blocks += blocks
         self._hashes += hashes
 
