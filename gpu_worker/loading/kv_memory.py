@@ -165,7 +165,7 @@ def graph_bytes(
     *,
     num_sets: int = 1,
 ) -> int:
-    """Return the bytes that all graphs hold, if there are `num_sets` graphs of each size.
+    """Return the bytes that `num_sets` sets of CUDA graphs hold; a set has a graph of each size.
 
     All `ranks` call this together.
 
@@ -255,7 +255,8 @@ def open_pool_memory(
     - on a CPU, with a warning, if the system refuses to reserve the addresses.
 
     Raises:
-        ModelError: max-kv-memory-gb cannot be honoured, or is less than the initial size.
+        ModelError: max-kv-memory-gb is less than the initial size, or the system refuses to
+            reserve as much as max-kv-memory-gb says.
     """
     max_gb = settings.max_kv_memory_gb
     if max_gb == 0 or settings.num_ranks > 1 or settings.draft_model is not None:

@@ -147,7 +147,7 @@ class WorkerService(worker_pb2_grpc.WorkerServiceServicer):
 
     @property
     def adapters(self) -> Mapping[LoraAdapter, int]:
-        """The LoRA adapters that batches may name, and their numbers."""
+        """Maps each LoRA adapter that is loaded to the number by which batches name it."""
         return self._loaded()[0].limits.adapters
 
     @adapters.setter

@@ -46,7 +46,7 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PagedInputs:
-    """Arguments of the launchers: one layer of a pool, and the block tables of some sequences."""
+    """Arguments for an attention kernel: one layer of a KV pool, and sequences' block tables."""
 
     key_cache: torch.Tensor
     value_cache: torch.Tensor
@@ -57,7 +57,7 @@ class PagedInputs:
 
     @property
     def args(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """The arguments that follow the query in a call of a launcher."""
+        """The arguments that follow the query in a call that launches the kernel."""
         return self.key_cache, self.value_cache, self.block_tables, self.seq_lens
 
 

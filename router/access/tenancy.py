@@ -39,7 +39,7 @@ def tenant_of_caller(claimed: str) -> str:
 
 
 def check_tenant(tenant: str) -> None:
-    """Raise InvalidArgumentError unless `tenant` is a valid name, or empty."""
+    """Raise InvalidArgumentError if `tenant` is neither empty nor a valid name."""
     check_chars("tenant", tenant, MAX_TENANT_CHARS)
     if not (tenant.isascii() and tenant.isprintable()):
         raise InvalidArgumentError(
@@ -76,8 +76,8 @@ _MAX_DIGITS = 10
 def with_precedence(request: GenerateRequest, metadata: Mapping[str, str]) -> GenerateRequest:
     """Return the request with the priority and tenant of `metadata`, if `metadata` has them.
 
-    Raises `InvalidArgumentError` for a priority that is not an integer. `check_request` checks the
-    priority's range.
+    Raises `InvalidArgumentError` for a priority that is not an integer. Whether the priority is in
+    the allowed range is checked later (`check_request` in `router/request/validation.py`).
     """
     priority, tenant = metadata.get(PRIORITY_KEY), metadata.get(TENANT_KEY)
     if priority is None and tenant is None:

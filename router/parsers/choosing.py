@@ -72,7 +72,7 @@ class OutputParsers:
         Args:
             tools: The offered functions' schemas; None: calls count as plain text.
             has_begun: Whether the prompt ends within thinking.
-            prompt_end: The end of the prompt, which only a user's class needs.
+            prompt_end: The end of the prompt, for a user's class that reads thinking; else unused.
         """
         parts: list[Part] = []
         if (thinking := self.thinking_family) is not None:
@@ -116,10 +116,13 @@ class OutputParsers:
 def choose_parsers(
     template: str, tool_parser: str, reasoning_parser: str
 ) -> tuple[ToolFamily | ReaderClass | None, Thinking | ThinkingReaderClass | None]:
-    """Choose the parsers by the settings, or by the markers in a chat template.
+    """Return the parsers for tool calls and for thinking.
+
+    Each parser is the one that its setting names. If the setting is empty, the parser is chosen by
+    the markers in the model's chat template.
 
     Raises:
-        ParserError: A setting is neither a family's name nor the path of a class.
+        ParserError: A setting names neither a family nor a class that can be loaded.
     """
     tools: ToolFamily | ReaderClass | None
     if tool_parser == BY_TEMPLATE:

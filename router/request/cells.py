@@ -206,18 +206,22 @@ class Cells:
 
     @property
     def admitted(self) -> Sequence[AdmittedRequest]:
-        """This router's requests that still have a reader, oldest first."""
+        """This router's live requests, oldest first.
+
+        A request is live from its admission until its outputs have been read to the end, or until
+        the call that reads them ends early.
+        """
         return self.shared.admission.admitted
 
     @property
     def num_live(self) -> int:
-        """Number of admitted requests whose reader has neither finished nor left."""
+        """Number of live requests, as in `admitted`."""
         return len(self.shared.admission)
 
     # --- what the schedulers report -------------------------------------------------------------
 
     async def load(self, model: str = "") -> Load:
-        """Return the load of a model's schedulers, or of all connected schedulers.
+        """Return the load of a model's schedulers; if `model` is empty, of all connected ones.
 
         Raises `NotFoundError` for an unknown model, and `UnavailableError` if no scheduler answers.
         """
@@ -247,7 +251,7 @@ class Cells:
         return [worker for workers in found for worker in workers]
 
     def watch_kv(self, worker: str = "", model: str = "") -> AsyncGenerator[WatchKvResponse]:
-        """Yield the events of a model's prefix caches; see `kv_watch`.
+        """Yield the events of a model's prefix caches (`router/schedulers/kv_watch.py`).
 
         Raises the errors of `describe_kv` and `only`.
         """
@@ -297,7 +301,7 @@ class Cells:
 def join_health(cells: Sequence[tuple[str, Health]], router: Health) -> None:
     """Declare the router ready while at least one cell is ready.
 
-    The status names the cells that are not ready.
+    The router's status names the cells that are not ready.
     """
 
     def update() -> None:

@@ -9,7 +9,7 @@ from contract.value_checks import check_count, check_unicode
 
 
 def check_text(field: str, text: str, model: Model, max_bytes: int) -> None:
-    """Check a text before it is tokenized; more than `max_bytes` cannot fit the context."""
+    """Check a text before it is tokenized; with more than `max_bytes` it cannot fit the context."""
     _check_num_bytes(field, check_unicode(field, text), model, max_bytes)
 
 

@@ -197,9 +197,9 @@ class Call:
     def put(self, message: Any) -> None:
         """Send as much of a response as the client and the transport have room for.
 
-        The rest waits in memory, and is sent before the status. So a caller with many responses
-        asks `has_room` first. If the call is over, nothing is sent. A response that is too large
-        ends the call.
+        The rest waits in memory until there is room, and is sent before the call's status. To limit
+        how much waits, a caller with many responses asks `has_room` before each response. If the
+        call is over, nothing is sent. A response that is too large ends the call.
         """
         if self._is_over:
             return

@@ -24,7 +24,7 @@ _MEDIA: Final[dict[int, str]] = {
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, tag=True, gc=False):
-    """Tells that a tier has stored blocks of one prompt; each block follows its parent."""
+    """Tells that a tier has stored consecutive blocks of a prompt, each the parent of the next."""
 
     block_hashes: list[int]
     parent_block_hash: int | None

@@ -51,7 +51,7 @@ def pack_mxfp4(weight: Mxfp4Weight, bias: torch.Tensor | None, dtype: torch.dtyp
     """Make the map `x @ weight.T + bias`; `can_pack_mxfp4` must hold.
 
     Args:
-        weight: The caller need not keep it.
+        weight: The caller need not keep it, because the map has a packed copy.
         bias: `[N]` of `dtype`.
         dtype: The dtype of the activations.
     """

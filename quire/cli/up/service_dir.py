@@ -81,7 +81,7 @@ _JSON: Final = TypeAdapter(ServiceInfo)
 
 
 class ServiceDir:
-    """A directory whose lock this process holds, until it releases the lock or ends."""
+    """A service's directory, locked by this process until `release` or until the process ends."""
 
     def __init__(self, path: Path, lock: int) -> None:
         self.path = path

@@ -74,7 +74,7 @@ def plan_outputs(
     `continued` is the assistant's message at the prompt's end, if outputs continue it.
 
     Raises:
-        InvalidArgumentError: A schema is not JSON.
+        InvalidArgumentError: The schema of the output or of a function is invalid.
         UnimplementedError: The model's syntax for thinking or calls does not support the request.
     """
     thinking, channel = parsers.thinking_family, ""
@@ -138,7 +138,10 @@ def _plan_calls(
     new_reader: Callable[..., Reader],
     words: ChatWords,
 ) -> OutputPlan:
-    """Plan outputs that may call functions; `form` has no effect if a call is forced."""
+    """Plan outputs that may call functions.
+
+    `form` is the structured output that the client asks for. It is ignored if a call is forced.
+    """
     written = None if parsers.family is None else parsers.family.written
     if tools.is_forced and written is None:
         return _plain_json(tools.functions)
@@ -207,11 +210,11 @@ def _checked(functions: Sequence[ForcedFunction]) -> Sequence[ForcedFunction]:
 
 
 def _inline(form: StructuredOutput, words: ChatWords) -> str:
-    """Return a form as a term of a grammar.
+    """Return `form`, the structured output that the client asks for, as a term of a grammar.
 
     Raises:
         InvalidArgumentError: The schema is not JSON or has an unsupported feature.
-        UnimplementedError: The form is not JSON, but for example a regex.
+        UnimplementedError: The client asks for something other than JSON, for example a regex.
     """
     if form.json_object:
         return inline_json({"type": "object"})
@@ -241,7 +244,10 @@ def _bounded(plan: OutputPlan, thought: Thought | None, words: ChatWords) -> Out
 
 
 def _plain_json(functions: Sequence[Function]) -> OutputPlan:
-    """Plan a forced call of one of the functions; the model writes it as plain JSON."""
+    """Plan a forced call of one of the functions, if the grammar of the model's calls is unknown.
+
+    The model writes the call as plain JSON.
+    """
     named = {"structured.json_schema": "tools"}
     if len(functions) == 1:
         (function,) = functions

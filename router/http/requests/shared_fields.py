@@ -38,8 +38,8 @@ NO_EFFECT = frozenset({"user", "safety_identifier", "metadata"})
 CacheRetention: TypeAlias = Literal["in_memory", "in-memory", "24h"]
 SESSION_PIN_S: Final = 300.0
 """How many seconds a prompt stays pinned, so that the conversation's next turn finds its KV after a
-tool has run or the user has read the answer. The value is Anthropic's shorter `ttl`; OpenAI keeps
-prompts in memory for about as long."""
+tool has run or the user has read the answer. The value is the shorter one of Anthropic's two
+`ttl`s. OpenAI keeps prompts in memory for about as long."""
 
 
 def session_pin_s(*, is_session: bool, retention: CacheRetention | None) -> float | None:

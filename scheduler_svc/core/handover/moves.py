@@ -13,9 +13,9 @@ the contents, and calls both cores in this order:
                                                             on the host
 
 The request belongs to the source core until `end_export`, and to the target core from `end_import`
-on, which must follow at once. Before `end_export` the move can be given up, and the request
-continues at the source. The move itself holds the blocks that are read and written, even if a
-sequence ends during the move.
+on. Between these two calls no core has the request, so the caller makes them one right after the
+other. Before `end_export` the move can be given up, and the request continues at the source. The
+move itself holds the blocks that are read and written, even if a sequence ends during the move.
 """
 
 from collections.abc import Collection, Iterator
@@ -224,14 +224,15 @@ class Moves:
         return Import(import_id, blocks, self._step_of_last_move)
 
     def end_import(self, import_id: ImportId, output_indices: Collection[int]) -> list[Sequence]:
-        """Queue the sequences that have arrived; free the blocks reserved for the others.
+        """Queue the sequences with these output indices; free the other sequences' host blocks.
 
         Args:
-            import_id: The import. Its blocks have been copied, unless `output_indices` is empty.
-            output_indices: The result of `end_export`; empty: the move was given up.
+            import_id: The import. Unless `output_indices` is empty, the KV has been copied.
+            output_indices: The result of `end_export`, which leaves out the sequences that ended
+                during the move. Empty if the move was given up.
 
         Returns:
-            The sequences that have arrived.
+            The queued sequences.
         """
         arriving = self._imports.pop(import_id)
         moved, blocks = arriving.moved, iter(arriving.host_block_ids)
@@ -270,7 +271,7 @@ class Moves:
 
     @property
     def held_host_blocks(self) -> Iterator[HostBlockId]:
-        """The host blocks that moves hold; a block occurs once per reference."""
+        """The host blocks that exports and imports hold; a block occurs once per reference."""
         for leaving in self._exports.values():
             yield from leaving.host_block_ids
         for arriving in self._imports.values():
@@ -278,7 +279,7 @@ class Moves:
 
     @property
     def arriving_requests(self) -> Iterator[Request]:
-        """The requests for which host blocks are reserved."""
+        """The requests that come from another core, and for which host blocks are reserved."""
         return (each.moved.request for each in self._imports.values())
 
     @property
@@ -291,13 +292,14 @@ class Moves:
     def _step_of_last_move(self) -> StepId:
         """The step whose result says that all block moves requested so far are done.
 
-        Block moves that have not been sent are part of the next plan.
+        If some block moves have not been sent to the worker yet, this is the next step, because the
+        next plan will contain them.
         """
         last = self._steps.last
         return StepId(last + 1) if self._tier.has_moves else last
 
     def _group(self, source: SourceId, first_seq_key: SeqKey) -> list[Sequence]:
-        """Return the live sequences of a request, by output index."""
+        """Return the live sequences of a request, in the order of their output indices."""
         seqs = self._live.find(source, range(first_seq_key, first_seq_key + MAX_N))
         return [seq for seq in seqs if seq.request.first_seq_key == first_seq_key]
 

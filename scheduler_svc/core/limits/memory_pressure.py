@@ -1,7 +1,8 @@
 """Limits how many sequences run while the memory of a worker's device is short.
 
 No request is refused or lost: a sequence that may not start keeps its position in the queue, and
-a preempted one draws the same tokens later. `budget.py` limits the prompt tokens of a step.
+a preempted one draws the same tokens later. While the memory is short, steps also compute fewer
+prompt tokens (`budget.py`).
 """
 
 from contract.info import MemoryLevel
