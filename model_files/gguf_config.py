@@ -176,6 +176,9 @@ def _dtype(header: GgufHeader) -> str:
     types = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F32"}:
         return "float32"
+    is_gemma = str(header.metadata.get("general.architecture")).startswith("gemma")
+    if is_gemma:  # its hidden states are larger than float16 can hold
+        return "bfloat16"
     return "float16" if types <= {"F32", "F16"} else "bfloat16"
 
 

@@ -77,6 +77,9 @@ class Adapter:
     """The additions of each layer, by map."""
     native: NativeAdapter | None = None
     """The result of `native_adapter` for `layers`."""
+    max_ranks: int = 0
+    """The largest number of ranks of a map in the whole model, the same on all devices. `layers`
+    has only this device's layers."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:

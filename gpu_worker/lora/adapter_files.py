@@ -166,7 +166,8 @@ def load_adapter(
     if digest is None or _digest(directory) != digest:
         raise ModelError(f"{directory} has changed while it was read: load it again")
     of = LoraAdapter(name, digest, str(directory.absolute()))
-    return Adapter(of, loaded, native_adapter(loaded))
+    max_ranks = max(_num_ranks(each, adapted, config) for maps in layers for each in maps)
+    return Adapter(of, loaded, native_adapter(loaded), max_ranks)
 
 
 def _adapted_modules(
@@ -213,19 +214,25 @@ def _low_rank_map(
     A is `[R, K]`, and B is `[N, R]`; K and N are this device's inputs and outputs. If R is odd, a
     rank of zeros is added, because our own kernel computes ranks in pairs.
     """
-    rank = config.rank
-    num_ranks = rank * sum(module.name in adapted for module in of.modules)
-    num_ranks += num_ranks % 2
+    rank, num_ranks = config.rank, _num_ranks(of, adapted, config)
+    # Checked before anything is allocated, because the config may have a huge rank.
+    tensors = {
+        module.name: (
+            _tensor(path, file, module.name + _A, (rank, of.num_in)),
+            _tensor(path, file, module.name + _B, (module.num_out, rank)),
+        )
+        for module in of.modules
+        if module.name in adapted
+    }
     down = torch.zeros(num_ranks, len(of.inputs))
     up = torch.zeros(of.num_local_out, num_ranks)
     first_rank = first_out = 0
     for module in of.modules:
         num_out = sum(map(len, module.outputs))
-        if module.name in adapted:
+        if module.name in tensors:
             ranks = slice(first_rank, first_rank + rank)
-            a = _tensor(path, file, module.name + _A, (rank, of.num_in))
+            a, b = tensors[module.name]
             down[ranks] = a[:, of.inputs.start : of.inputs.stop]
-            b = _tensor(path, file, module.name + _B, (module.num_out, rank))
             b = torch.cat([b[part.start : part.stop] for part in module.outputs])
             up[first_out : first_out + num_out, ranks] = b.float() * config.scale
             first_rank += rank
@@ -238,6 +245,12 @@ def _low_rank_map(
         make_linear(up, None, is_low_rank=True),
         num_ranks,
     )
+
+
+def _num_ranks(of: AdaptedMap, adapted: frozenset[str], config: AdapterConfig) -> int:
+    """Return R, which is even."""
+    num_ranks = config.rank * sum(module.name in adapted for module in of.modules)
+    return num_ranks + num_ranks % 2
 
 
 def _tensor(path: Path, file: Any, name: str, shape: tuple[int, int]) -> torch.Tensor:

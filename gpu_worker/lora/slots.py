@@ -75,9 +75,16 @@ class AdapterSlots:
         self._maps: _Maps = tuple({of.name: halves(of) for of in maps} for maps in by_layer)
 
     def add(self, number: int, adapter: Adapter) -> None:
-        """Give an adapter a slot, unless all slots are taken or the adapter has too many ranks."""
+        """Give an adapter a slot, unless all slots are taken or the adapter has too many ranks.
+
+        All devices of a model decide alike, because all or none of them must replay a graph.
+        """
         free = set(range(NUM_SLOTS)) - set(self._slot_of.values())
-        if free and all(_fits(each) for maps in adapter.layers for each in maps.values()):
+        if (
+            free
+            and adapter.max_ranks <= MAX_RANKS
+            and all(_fits(each) for maps in adapter.layers for each in maps.values())
+        ):
             self._slot_of[number] = slot = min(free)
             self._put(slot, adapter)
 

@@ -21,6 +21,7 @@ from quire.v1 import worker_pb2
 
 if TYPE_CHECKING:
     from contract.worker_limits import Limits
+    from gpu_worker.lora.adapter import Adapter
     from gpu_worker.parallel.adapter_loading import FollowersLoader
     from gpu_worker.step.executor import Executor, LaunchedStep
 
@@ -41,6 +42,9 @@ class Follower:
         self._frames: queue.SimpleQueue[Frame] = queue.SimpleQueue()
         self._loads: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         """The adapters to load: contents of LOAD_ADAPTER frames."""
+        self._loader: FollowersLoader | None = None
+        self._added: queue.SimpleQueue[Adapter] = queue.SimpleQueue()
+        """The adapters of the ADD_ADAPTER frames in `_frames`, in the same order."""
         try:
             self._link.send(Frame(Kind.HELLO, member.hello()))
             welcome = self._link.receive()
@@ -53,6 +57,7 @@ class Follower:
 
     def follow(self, executor: "Executor", limits: "Limits", loader: "FollowersLoader") -> NoReturn:
         """Repeat rank 0's calls of the executor. Never returns: the process ends with rank 0."""
+        self._loader = loader
         threading.Thread(target=self._load, args=(loader,), name="adapters", daemon=True).start()
         executor.bind_thread()
         pending: deque[LaunchedStep] = deque()
@@ -76,7 +81,7 @@ class Follower:
                 case Kind.DISTRUST:
                     executor.distrust()
                 case Kind.ADD_ADAPTER:
-                    adapter, number = loader.take(), int(frame.content)
+                    adapter, number = self._added.get(), int(frame.content)
                     executor.add_adapter(number, adapter)
                     adapters[adapter.id] = number
                     limits = replace(limits, adapters=adapters.copy())
@@ -116,8 +121,12 @@ class Follower:
                 os._exit(0)  # exit without cleanup, because a collective may hang
             if frame.kind is Kind.LOAD_ADAPTER:
                 self._loads.put(frame.content)
-            else:
-                self._frames.put(frame)
+                continue
+            if frame.kind is Kind.ADD_ADAPTER:
+                # Taken now, because the next adapter may be loaded before this frame's turn.
+                assert self._loader is not None, "the rank has loaded an adapter"
+                self._added.put(self._loader.take())
+            self._frames.put(frame)
 
 
 def _connect(member: Member) -> Link:

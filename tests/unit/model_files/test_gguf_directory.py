@@ -66,13 +66,13 @@ def test_config_is_that_of_the_model(lay_out, llama):
     assert config["quantization_config"] == {"quant_method": "gguf"}
 
 
-def gemma_config(architecture, num_layers, **fields):
+def gemma_config(architecture, num_layers, kind="F32", **fields):
     sizes = {"context_length": 4096, "embedding_length": 5376, "feed_forward_length": 64}
     attention = {"head_count": 32, "key_length": 128, "layer_norm_rms_epsilon": 1e-6}
     sizes |= {f"attention.{name}": value for name, value in attention.items()}
     fields = sizes | {"block_count": num_layers} | fields
     metadata = {f"{architecture}.{name}": value for name, value in fields.items()}
-    plain = SimpleNamespace(shape=(100, 5376), type=SimpleNamespace(name="F32", is_quantized=False))
+    plain = SimpleNamespace(shape=(100, 5376), type=SimpleNamespace(name=kind, is_quantized=False))
     return to_config(
         GgufHeader(
             path=Path("g.gguf"),
@@ -100,6 +100,11 @@ def test_the_windows_and_bases_of_gemma_3():
     pattern = {"attention.sliding_window_pattern": [True, True, False]}
     config = gemma_config("gemma3", 3, **fields, **pattern)
     assert config["layer_types"] == ["sliding_attention"] * 2 + ["full_attention"]
+
+
+def test_gemma_does_not_compute_in_float16():
+    assert gemma_config("gemma3", 3, "F16")["dtype"] == "bfloat16"
+    assert gemma_config("gemma3", 3)["dtype"] == "float32"
 
 
 def test_the_caps_of_gemma_2():

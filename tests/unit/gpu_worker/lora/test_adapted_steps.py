@@ -1,5 +1,7 @@
 """Rows with adapters get the tokens of merged weights, beside any other rows."""
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 import torch
@@ -222,6 +224,17 @@ def test_a_slot_is_taken_again_when_its_adapter_is_gone(llama):
     results = worker.generate(PROMPTS[:2], [7, 0])
     assert token_lists(results) == expected(llama, PROMPTS[:2], [2, 0])
     assert graphs.num_replays > NUM_TOKENS // 2
+
+
+@pytest.mark.usefixtures("plain_maps")
+def test_an_adapter_that_does_not_fit_on_another_device_has_no_slot_here(llama):
+    worker, graphs = Worker(llama, has_slots=True), FakeGraphs()
+    worker.executor.capture_decodes(graphs, lambda _: None, has_adapters=True)
+    first = worker.executor._adapters.by_number[1]
+    worker.executor.add_adapter(7, replace(first, max_ranks=slots.MAX_RANKS + 1))
+    results = worker.generate(PROMPTS[:1], [7])
+    assert token_lists(results) == expected(llama, PROMPTS[:1], [1])
+    assert not graphs.num_replays
 
 
 @pytest.mark.usefixtures("plain_maps")

@@ -117,6 +117,11 @@ def test_another_rank_than_the_configs_is_refused(model_dirs, adapter):
     assert_refused(model_dirs, adapter, "lora_A.weight has shape [4, ", "it must be [8, ")
 
 
+def test_a_huge_rank_takes_no_memory(model_dirs, adapter):
+    edit_config(adapter, r=10**12)
+    assert_refused(model_dirs, adapter, "lora_A.weight has shape [4, ", "must be [1000000000000, ")
+
+
 def test_a_missing_tensor_is_refused(model_dirs, adapter):
     edit_tensors(adapter, lambda t: t.pop(Q_A))
     assert_refused(model_dirs, adapter, "lacks", Q_A)

@@ -1,7 +1,9 @@
 """An adapter is loaded by all ranks, or by none."""
 
 import json
+import queue
 import socket
+import sys
 import threading
 from pathlib import Path
 
@@ -11,7 +13,9 @@ import torch
 from contract.lora import LoraAdapter
 from gpu_worker.loading.rank_model import check_same_adapters
 from gpu_worker.lora.adapter import Adapter
+from gpu_worker.parallel import follower as follower_module
 from gpu_worker.parallel.adapter_loading import FollowersLoader, load_on_all_ranks
+from gpu_worker.parallel.follower import Follower
 from gpu_worker.parallel.leader import Leader
 from gpu_worker.parallel.link import Frame, Kind, Link
 from gpu_worker.parallel.member import Member
@@ -127,6 +131,29 @@ def test_only_the_last_adapter_is_kept_until_it_is_added():
             loader.answer(json.dumps({"name": name, "directory": "/"}).encode())
         )
     assert loader.take().id.name == "second"
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")  # of `_end`
+def test_a_rank_whose_steps_lag_adds_each_adapter_under_its_own_number(monkeypatch):
+    monkeypatch.setattr(follower_module, "_end", lambda _: sys.exit())  # ends the thread alone
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = Link(socket.create_connection(listener.getsockname()))
+        theirs = Link(listener.accept()[0])
+    follower = Follower.__new__(Follower)
+    follower._link, follower._loader = theirs, FollowersLoader(well)
+    follower._frames, follower._loads, follower._added = (queue.SimpleQueue() for _ in range(3))
+    reading = threading.Thread(target=follower._read, daemon=True)
+    reading.start()
+    threading.Thread(target=follower._load, args=(follower._loader,), daemon=True).start()
+    for number, name in enumerate("ab", 1):
+        wanted = {"name": name, "directory": "/"}
+        ours.send(Frame(Kind.LOAD_ADAPTER, json.dumps(wanted).encode()))
+        assert ours.receive().kind is Kind.ADAPTER
+        ours.send(Frame(Kind.ADD_ADAPTER, str(number).encode()))
+    added = [(follower._frames.get().content, follower._added.get().id.name) for _ in "ab"]
+    assert added == [(b"1", "a"), (b"2", "b")]
+    ours.close()
+    reading.join()
 
 
 def member(rank, *lora):
