@@ -1,19 +1,21 @@
 """Chooses how many tokens to guess for each row, by probability and cost.
 
-A guess is made if its chance of being kept exceeds its cost in tokens. Both are learned from past
-steps. A step of `T` tokens takes about `a + b T` seconds. If rows gain tokens at a rate `r`, a
-wrong guess costs `r (b + d)` tokens, where `d` is the time to make the guess. Let `p` be the chance
-that a row's next guess is kept. The row's j-th guess is kept only if all guesses before it are
-kept, so the chance of the j-th guess is about `p^j`. The row gets k guesses, where k is the largest
-number with::
+A guess that is kept gains one token. A guess takes time, in which the batch could have gained
+other tokens: these tokens are the guess's cost. So a guess is made if the chance that it is kept
+exceeds its cost. Chances and costs are learned from past steps. A step of `T` tokens takes about
+`a + b T` seconds, so a guess takes `d` seconds to make and `b` seconds to verify. If all rows
+together gain `r` tokens per second, a guess costs `r (b + d)` tokens. Let `p` be the chance that a
+row's next guess is kept. The row's j-th guess is kept only if all guesses before it are kept, so
+the chance of the j-th guess is about `p^j`. The row gets k guesses, where k is the largest number
+with::
 
     p^k >= r (b + d)
 
 A small batch leaves most of the device unused: `a` is most of a step, and even poor guesses save
-time. In a large batch `r b` is close to 1, and nothing is guessed. A row whose guesses fail gets no
-guesses either; because old observations fade, the row is tried again later. One step in 32 does the
-opposite: it guesses although no guess pays, or does not guess although guesses pay. So the costs of
-steps with and without guesses stay known.
+time. In a large batch `b T` is most of a step, so `r b` is close to 1, and nothing is guessed. A
+row whose guesses fail gets no guesses either; because old observations fade, the row is tried again
+later. One step in 32 does the opposite: it guesses although no guess pays, or does not guess
+although guesses pay. So the costs of steps with and without guesses stay known.
 """
 
 import math
@@ -37,7 +39,7 @@ _MAX_SLOWNESS = 3.0
 """A measured duration is capped at this many times the mean: something else delayed a step that
 took longer."""
 _PRIOR_TRIED, _PRIOR_KEPT = 2.0, 1.4
-"""A row's prior, as numbers of guesses tried and kept."""
+"""A row begins as if this many guesses had been tried, and this many of them kept."""
 _MAX_CHANCE = 0.999
 _MIN_SPREAD = 1e-3
 """The line `a + b T` is fitted only if the variance of `T`, divided by the squared mean of `T`,
@@ -77,12 +79,12 @@ class DraftLengths:
 
     @property
     def cost(self) -> float:
-        """The cost of a wrong guess, in tokens; 0 if unknown."""
+        """The cost of a guess, in tokens that the batch could have gained; 0 if unknown."""
         steps = self._steps
         return steps.tokens_per_s * (steps.token_s + steps.guess_s)
 
     def learn_idle(self, rows: Int64Array) -> None:
-        """Learn that nothing was guessed for `rows`, int64[N]."""
+        """Let old guesses of `rows`, int64[N], count less, as a step made none for them."""
         self._seen[:, rows] *= _IDLE_MEMORY
 
     def learn_chances(

@@ -82,7 +82,7 @@ class TurnKind(Protocol):
         """Return the answer to store, as JSON, for the events of a turn that ended at time `at`."""
 
     def failure(self, turn: Turn, error: QuireError) -> bytes:
-        """Return the answer to store, as JSON, after `result` has raised an error; never raises."""
+        """Return the answer to store, as JSON, if `result` has raised an error; must not raise."""
 
 
 class Turns:
@@ -101,9 +101,10 @@ class Turns:
         usage_retention_s: float,
         tick_s: float = TICK_S,
     ) -> None:
-        """`run` writes and takes over turns, and deletes turns and usage when they are old.
+        """Begin without turns; `run` takes over the turns that no router computes.
 
-        `usage` counts the usage of requests that are not turns; `run` stores that usage, too.
+        `usage` counts the usage of requests that are not turns; `run` stores that usage, too. `run`
+        deletes turns `retention_s` after their end, and usage after `usage_retention_s`.
         """
         self.store = store
         self._cells = cells
@@ -241,7 +242,7 @@ class Turns:
         return await self.find(turn.tenant, turn.id, turn.kind)
 
     async def delete(self, turn: Turn) -> bool:
-        """Cancel, delete and unpin a turn; return whether it existed."""
+        """Cancel and delete a turn, and unpin its prompt; return whether the turn existed."""
         if (running := self._running.get(turn.id)) is not None:
             await self._cancel(running)
         was_there = await self.store.delete(turn.tenant, turn.id)
@@ -380,7 +381,10 @@ class Turns:
     # --- the store ------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Write new events, take over ownerless turns, and delete old ones."""
+        """Store new events, take over turns that no router computes, and delete old turns.
+
+        Repeat this until cancelled.
+        """
         loop = asyncio.get_running_loop()
         next_tick, next_sweep, next_usage = loop.time(), loop.time() + _SWEEP_S, loop.time()
         while True:
@@ -563,7 +567,7 @@ class Turns:
 
 
 async def _take(running: RunningTurn, live: LiveRequest) -> OutputError | None:
-    """Read a request to its end; return the error if the request must be submitted again."""
+    """Read a request to its end; return its error if the error is retryable, else None."""
     failure: OutputError | None = None
     last: list[Event] = []
 

@@ -140,7 +140,7 @@ class RunningSet:
         self._pool.drop(self._groups.take_passed(tables, num_computed))
 
     def num_new_blocks(self, seq: Sequence, found: FoundKv) -> int:
-        """Return how many blocks `start` allocates, including those for `found.sources`."""
+        """Return how many blocks `start` allocates, also to swap in `found.sources`."""
         if found.places is None:
             return self._num_indices(seq) - len(found.ready) - len(found.loading)
         return len(found.sources) + len(self._places_ahead(seq, found))
@@ -367,7 +367,7 @@ class RunningSet:
         return broken
 
     def num_computed_tokens(self, seq: Sequence) -> int:
-        """Return how many known tokens of a sequence have KV after the steps sent so far.
+        """Return how many known tokens of a sequence will have KV when the sent steps have ended.
 
         While it decodes, its last known token does not count, although a step in flight may be
         computing it: a sequence that is stopped must compute this token again to get its logits.
@@ -378,7 +378,7 @@ class RunningSet:
         return self._rows.num_tokens(seq.row) - 1
 
     def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
-        """Take the row and device blocks of a running sequence; the caller changes its status.
+        """Take a running sequence's row and device blocks from it; the caller changes its status.
 
         If `is_idle`, no step in flight names the sequence, and its row and blocks are freed at
         once.
@@ -421,7 +421,10 @@ class RunningSet:
             )
 
     def last_checkpoint(self, seq: Sequence, num_computed: int) -> tuple[list[DeviceBlockId], int]:
-        """Find the full blocks from which a sequence that was just stopped can continue.
+        """Find the device blocks with which a sequence that was just stopped can continue.
+
+        They are full blocks: in a partial block, steps in flight may advance a recurrent state
+        beyond the sequence's known tokens.
 
         Args:
             seq: The sequence.
@@ -467,7 +470,10 @@ class RunningSet:
         seq.host_block_ids = tuple(self._tier.swap_out(blocks, names if has_cache else ()))
 
     def distrust(self, seq: Sequence) -> None:
-        """Remove the hashes of a running sequence's blocks from all tiers, as its KV is wrong."""
+        """Remove the hashes of a running sequence's blocks from all tiers.
+
+        The sequence's KV is wrong, and without the hashes no other sequence finds it.
+        """
         places = range(len(seq.block_hashes) * self._groups.num)
         names = self._groups.names(seq.block_hashes, places)
         for name in names:  # includes the names of blocks that the sequence gave back

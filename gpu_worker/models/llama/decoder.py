@@ -49,7 +49,7 @@ class LlamaDecoder:
     cos_sin: torch.Tensor
     """float32 `[max_model_len, R]`, from `rotary_table`."""
     windowed_cos_sin: torch.Tensor | None = None
-    """The table for layers with a window; None: `cos_sin`."""
+    """The table of the layers with a window. If None, these layers use `cos_sin`, too."""
     half_by_half: torch.Tensor | None = None
     """int64[D], or None. How to reorder a head's dimensions in a model whose rotation pairs
     neighbouring dimensions. `rotary_store_kv` pairs dimension i of the first half with dimension i
@@ -167,7 +167,7 @@ class LlamaDecoder:
 
     @property
     def _like(self) -> torch.Tensor:
-        """A tensor `[E]` with the dtype and device of hidden states."""
+        """An uninitialized tensor `[E]`, which shows the dtype and the device of hidden states."""
         return self.cos_sin.new_empty(self.config.hidden_size, dtype=self.dtype)
 
     def _add(
@@ -239,7 +239,7 @@ def build_llama(config: LlamaConfig, weights: Weights) -> LlamaDecoder:
 def build_decoder(
     config: LlamaConfig, weights: Weights, make_layer: Callable[[int], DecoderLayer]
 ) -> LlamaDecoder:
-    """Do as `build_llama` does, with layers that `make_layer` builds."""
+    """Build this rank's part of a decoder whose layers `make_layer` builds; see `build_llama`."""
     hidden, place = config.hidden_size, weights.place
     weights.ignore(r".*\.rotary_emb\.inv_freq")  # in old checkpoints
     if config.tie_word_embeddings:
@@ -323,7 +323,7 @@ def _norm(config: LlamaConfig, name: str, size: int, weights: Weights) -> torch.
 
 
 def attention_output(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
-    """Make the map from heads to hidden states."""
+    """Make the linear map from the heads' results to hidden states."""
     output = f"{attention}.o_proj", config.hidden_size
     return weights.summed(
         weights.split_inputs(config.num_heads, config.head_dim, output, bias=config.output_bias)
@@ -331,7 +331,7 @@ def attention_output(config: LlamaConfig, attention: str, weights: Weights) -> L
 
 
 def attention_input(config: LlamaConfig, attention: str, weights: Weights) -> Linear:
-    """Make the fused map from hidden states to queries, keys and values."""
+    """Make the fused linear map from hidden states to queries, keys and values."""
     hidden, head_dim, bias = config.hidden_size, config.head_dim, config.qkv_bias
     query, key_value = (config.num_heads, head_dim), (config.num_kv_heads, head_dim)
     if config.has_fused_qkv:

@@ -198,7 +198,10 @@ class _Given(nn.Module):
     """
 
     def __init__(self, base: nn.Module) -> None:
-        """Keep the numbers that causal models read from their base, such as a scale of logits."""
+        """Copy the numbers among the attributes of `base`.
+
+        Causal models read some of these numbers from their base, such as a scale of logits.
+        """
         super().__init__()
         for name, value in vars(base).items():
             if isinstance(value, (int, float)):
@@ -215,13 +218,13 @@ class _Given(nn.Module):
 
     @property
     def decoder(self) -> "_Given":
-        """This object, because some causal models call the decoder inside their base."""
+        """This object, because some causal models call `decoder` of their base, not the base."""
         return self
 
 
 @dataclass
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """The parts of a base's output that causal models read."""
+    """The output of `_Given`, with the fields that causal models read from their base's output."""
 
     cache_params: None = None
     router_logits: None = None
@@ -229,7 +232,8 @@ class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
 
 
 _READING_WEIGHTS: Final = {"LongcatFlashTopkRouter"}
-"""Modules that read the weights of their linear maps instead of calling the maps."""
+"""Modules that read the weights of their linear maps instead of calling the maps. So these maps
+keep their weights; `_replace_linear` would empty them."""
 
 
 def _replace_linear(module: nn.Module) -> None:
@@ -397,7 +401,7 @@ class TransformersSource:
 
 
 def _register_weakly(model: TransformersModel) -> str:
-    """Register a model's attention for as long as the model exists."""
+    """Register a model's attention in transformers until the model is deleted; return its name."""
     method = weakref.WeakMethod(model.attend_in)
 
     def attend(*args: Any, **options: Any) -> Any:

@@ -24,7 +24,7 @@ class DeviceTables:
         self._versions = np.full(num_rows, -1)
         """The `Rows.table_version` of each table on the device."""
         self._num_blocks = np.zeros(num_rows, np.int64)
-        """How many entries of each row and group are on the device."""
+        """How many entries of each row's table the device has, for each KV group."""
 
     def news(self, rows: Rows, which: Int64Array) -> tuple[()] | tuple[Int64Array, Int32Array]:
         """Return the entries of rows `which`, int64[N], that the device lacks.
@@ -46,11 +46,11 @@ class DeviceTables:
         return places.ravel(), rows.block_tables[row, block * self._num_groups + group].ravel()
 
     def write(self, places: torch.Tensor, blocks: torch.Tensor) -> None:
-        """Write entries, as `news` returned them, in stream order."""
+        """Write entries that `news` returned; operations that are launched later see them."""
         self._tables.view(-1).index_copy_(0, places, blocks)
 
     def know(self, rows: Rows, which: Int64Array) -> None:
-        """Remember that all entries of rows `which` have been written."""
+        """Remember that the device now has all entries of rows `which`."""
         self._versions[which] = rows.table_version[which]
         self._num_blocks[which] = rows.num_blocks[which]
 

@@ -252,12 +252,12 @@ def _reduce_splits_kernel(
 ):
     """Merge the partial results of each sequence, with one program for each sequence and head.
 
-    Sequences whose result is already in `out` are skipped. The host does not launch this kernel if
-    the width of the block tables, or the window, allows only one partial result per sequence. A
-    CUDA graph usually contains the kernel, because the block tables of a graph have the maximum
-    width. If all sequences of a step fit into one split, the programs of the kernel end at once,
-    and the launch takes an estimated 2 us per layer. To save this time, a second set of graphs
-    would have to be captured and kept in memory.
+    A sequence with only one partial result is skipped: its result is already in `out`. The host
+    does not launch this kernel if the width of the block tables, or the window, allows only one
+    partial result per sequence. A CUDA graph usually contains the kernel, because the block tables
+    of a graph have the maximum width. If all sequences of a step fit into one split, the programs
+    of the kernel end at once, and the launch takes an estimated 2 us per layer. To save this time,
+    a second set of graphs would have to be captured and kept in memory.
     """
     seq = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -317,9 +317,10 @@ def paged_attention_decode(
     sequence depend only on its length. The scratch memory has S * N * H * (D + 1) fp32 numbers,
     where N is the number of splits of a sequence of M * P tokens.
 
-    With `window`, only the last `window` slots are read and attended to. With `softcap`, each score
-    s becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], has one more score for each head.
-    This score is not scaled and has no value vector; it only adds to the softmax's denominator.
+    With `window`, only the last `window` slots of each sequence are read and attended to. With
+    `softcap`, each score s becomes `softcap * tanh(s / softcap)`. `sinks`, fp32 [H], has one more
+    score for each head. This score is not scaled and has no value vector; it only adds to the
+    softmax's denominator.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says. Scores are multiplied by the scales of the keys, and softmax weights
@@ -371,7 +372,7 @@ def prepare_decode(
     sequences overwrites the first S rows of `out`.
 
     Raises:
-        ValueError: an argument does not fit, as in `paged_attention_decode`.
+        ValueError: `paged_attention_decode` would refuse the arguments.
     """
     check_attended(query, key_cache, value_cache, key_scales, value_scales)
     check_options(query, window, softcap, sinks)

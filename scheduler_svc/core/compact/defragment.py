@@ -164,7 +164,8 @@ class Defragmenter:
         Call this method for every plan from the time `Defragmenter.due` on.
 
         Args:
-            builder: The plan, which must be sent if it has copies.
+            builder: The plan. If it has copies after this call, it must be sent, even if it
+                computes nothing.
             num_in_flight: Number of earlier steps without a result.
         """
         if self._pass is None and self._pool.num_leaving:
@@ -177,7 +178,7 @@ class Defragmenter:
         self.due = self._next_look if is_idle else _NOW
 
     def _look(self, now: float) -> None:
-        """Measure the pool; begin a pass if one was requested or the rate is high."""
+        """Measure the pool; begin a pass if one was requested or the fragmentation rate is high."""
         before = measure(self._pool.usable_ref_counts)
         is_wanted, self._is_wanted = self._is_wanted, False
         self._next_look = now + self._interval_s

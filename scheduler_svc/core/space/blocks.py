@@ -7,9 +7,9 @@ A block's state follows from its reference count and whether it has a hash:
     ref_count = 0, no hash   free, or retired while its pool shrinks (see below)
 
 Free and cached blocks are *available*: they can be allocated. A held block may have a hash, too;
-then every sequence that finds the block shares it. When a write to a block is planned, the block
-has one holder and no hash. If the write fills the block, the block may be published, and shared, as
-soon as the write is planned.
+then every sequence that finds the block shares it. A write to a block is planned only while the
+block has one holder and no hash. If the write fills the block, the block may be published, and
+shared, as soon as the write is planned.
 
 Defragmentation empties the blocks from a number on, the *border*. Free blocks at or beyond the
 border are allocated last, lowest number first, so that this range stays empty. At first no block is
@@ -42,7 +42,11 @@ BlockIdT = TypeVar("BlockIdT", bound=int)
 
 
 class PoolBooks(NamedTuple, Generic[BlockIdT]):
-    """Live views of a pool's tables, for reports and invariants; read-only."""
+    """A pool's tables, for reports and invariants.
+
+    Most of them are the pool's own objects, which change with the pool: read them at once, and do
+    not write to them.
+    """
 
     hashes: Sequence[BlockHash | None]
     """The hash of each block's content, indexed by block."""
@@ -349,7 +353,7 @@ class BlockPool(Generic[BlockIdT]):
         self.set_border(self._block_id(border))
 
     def _forget(self, block: BlockIdT) -> None:
-        """Remove the hash of a block that is neither held nor cached."""
+        """Remove the hash, if any, of a block without holders that `_cached` does not have."""
         if (block_hash := self._hashes[block]) is not None:
             self._cached.forget(block_hash)
             del self._hash_to_block[block_hash]
@@ -373,7 +377,8 @@ class BlockPool(Generic[BlockIdT]):
         a prefix, which is published before the blocks that continue it, is evicted after them.
 
         Args:
-            tables: Block tables; each counts as a holder of its blocks, which must be distinct.
+            tables: Block tables. Each table counts as one holder of each of its blocks, so a table
+                may not name a block twice.
             blocks: Blocks with known content, in the order in which they were published.
             hashes: Parallel to `blocks`.
         """

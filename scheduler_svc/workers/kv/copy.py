@@ -48,7 +48,10 @@ class KvCopy:
         return bool(there)
 
     async def _copy(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        """Copy as many of the first blocks as both workers have room for; return their hashes."""
+        """Copy as many of the first blocks of `hashes` as the two workers can copy at once.
+
+        Return the hashes of the copied blocks.
+        """
         most = self.taking.call(lambda core: core.copies.num_expectable)
         loan = self.giving.call(lambda core: core.lend(hashes[:most]))
         try:
