@@ -84,7 +84,7 @@ class DraftLengths:
         return steps.tokens_per_s * (steps.token_s + steps.guess_s)
 
     def learn_idle(self, rows: Int64Array) -> None:
-        """Let old guesses of `rows`, int64[N], count less, as a step made none for them."""
+        """Let old guesses of `rows`, int64[N], count less after a step that made none for them."""
         self._seen[:, rows] *= _IDLE_MEMORY
 
     def learn_chances(

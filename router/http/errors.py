@@ -136,7 +136,7 @@ def error_from_validation(error: ValidationError) -> InvalidArgumentError:
 def error_with_json_names(
     field_to_json: Mapping[str, str], error: InvalidArgumentError
 ) -> InvalidArgumentError:
-    """Return the error with the field's name in the client's JSON.
+    """Return the error, with the name that the field has in the client's JSON.
 
     Checks use names such as `sampling.max_tokens` and `prompt`, which a chat's body does not have.
     """

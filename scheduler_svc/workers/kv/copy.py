@@ -48,7 +48,7 @@ class KvCopy:
         return bool(there)
 
     async def _copy(self, hashes: Sequence[BlockHash]) -> Sequence[BlockHash]:
-        """Copy as many of the first blocks of `hashes` as the two workers can copy at once.
+        """Copy as many of the first blocks of `hashes` as the two workers can copy now.
 
         Return the hashes of the copied blocks.
         """
