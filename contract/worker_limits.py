@@ -69,11 +69,12 @@ class Limits:
     """How many prompt tokens in one step saturate the device's arithmetic; None:
     `max_num_batched_tokens`."""
     min_prompt_tokens: int = 0
-    """How many prompt tokens a step with decodes may always have, however long they take."""
+    """How many prompt tokens a step with decodes may have even if the step then takes long. A low
+    `--max-decode-slowdown` reduces this number."""
 
     @property
     def has_windows(self) -> bool:
-        """Whether there are several KV groups, or one with a window.
+        """Whether there is more than one KV group, or the only KV group has a window.
 
         If so, block 0 is the null block, which holds no KV.
         """

@@ -85,7 +85,10 @@ def pooling_kind_from_proto(number: common_pb2.PoolingKind, field: str) -> Pooli
 
 
 def pooling_from_proto(message: common_pb2.Pooling) -> Pooling:
-    """Convert without checking `dimensions`; raises InvalidArgumentError for an unknown kind."""
+    """Convert a pooling; raises InvalidArgumentError for an unknown kind.
+
+    `dimensions` is not checked, because its limit depends on the model.
+    """
     return Pooling(
         kind=pooling_kind_from_proto(message.kind, "pooling.kind"),
         normalize=message.normalize,

@@ -59,7 +59,8 @@ class KvPool:
             block_size: Token slots of a block.
             dtypes: The dtypes in which K and V are stored.
             device: Where the memory is.
-            memory: Elastic memory for `num_blocks` blocks, on that device; None: the size is fixed.
+            memory: Elastic memory on `device`, with `num_blocks` blocks at first. None: the pool
+                allocates its memory itself, and its size is fixed.
             groups: The KV groups of the model's layers; None: one group.
             attention: The kernels that compute attention over the blocks.
         """

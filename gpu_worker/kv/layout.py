@@ -44,8 +44,8 @@ _MAX_GROUPS_WITH_STATES: Final = 8
 many. With more groups, blocks could be smaller, but each further group makes steps longer. Chosen,
 not measured."""
 _MAX_BLOCK_SIZE: Final = 8192
-"""The most token slots of a block with states of recurrent layers. With larger blocks the prefix
-cache would find little. Chosen, not measured."""
+"""The most token slots of a block with states of recurrent layers. The prefix cache keeps only
+full blocks, so with larger blocks it would find little. Chosen, not measured."""
 
 
 def kv_dtypes(
@@ -77,9 +77,11 @@ class BlockLayout:
     keys: tuple[Side, ...]
     """The keys of each layer."""
     values: tuple[Side, ...] | None
-    """The values of each layer; None: they are a part of the keys."""
+    """The values of each layer. None: a token's value is a part of its key, as in multi-head latent
+    attention, or no layer has KV."""
     num_sides: int
-    """Number of parts of the fullest block; a part is the keys or the values of a layer."""
+    """How many parts a block of the KV group with the most layers has. A part is the keys or the
+    values of one layer."""
     block_bytes: int
 
     @property
@@ -99,7 +101,7 @@ class BlockLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a stored number; 1 if any layer is quantized."""
+        """Bytes of a stored number. If only some layers are quantized: 1, as in these layers."""
         return 1 if self.is_quantized else self.dtype.itemsize
 
 

@@ -45,8 +45,8 @@ _CPU_SATURATING_TOKENS = 512
 _GPU_SATURATING_TOKENS = 2048
 """From this many tokens per step on, a GPU is bound by arithmetic. Not measured."""
 _GPU_MIN_PROMPT_TOKENS = 256
-"""Up to about this many tokens, a GPU multiplies by a 16-bit weight in no more time than it takes
-to read the weight. Derived, not measured."""
+"""A GPU's `Limits.min_prompt_tokens`. Up to about this many tokens, a GPU multiplies by a 16-bit
+weight in no more time than it takes to read the weight. Derived, not measured."""
 
 _log = structlog.get_logger()
 

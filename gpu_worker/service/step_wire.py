@@ -30,10 +30,10 @@ def _read_sampling(new: worker_pb2.NewSequence, limits: Limits) -> tuple[Samplin
 
 
 def host_blocks_to_read(message: worker_pb2.ReadKvRequest, limits: Limits) -> Int32Array:
-    """Parse int32[N] host blocks of this worker.
+    """Parse int32[N], the host blocks that another worker wants to read from this worker.
 
     Raises:
-        InvalidArgumentError: This worker has no such block.
+        InvalidArgumentError: This worker does not have one of the blocks.
     """
     return _host_blocks(message.host_block_ids, limits)
 
@@ -44,7 +44,8 @@ def host_blocks_to_pull(
     """Parse int32[N] host blocks of another worker, and N distinct host blocks of this worker.
 
     Raises:
-        InvalidArgumentError: This worker has no such block, or the two lists differ in length.
+        InvalidArgumentError: A host block of this worker does not exist or is named twice, or the
+            two arrays differ in length.
     """
     sources = unpack_int32(message.source_host_block_ids, "source_host_block_ids")
     targets = _host_blocks(message.host_block_ids, limits)
@@ -59,8 +60,8 @@ def blocks_and_labels(
     """Parse int32[N] distinct host blocks of this worker, and N labels.
 
     Raises:
-        InvalidArgumentError: This worker has no such block, or the blocks and labels differ in
-            number.
+        InvalidArgumentError: A block does not exist or is named twice, or the blocks and labels
+            differ in number.
     """
     block_ids = _host_blocks(message.host_block_ids, limits)
     check_distinct("host_block_ids", block_ids)

@@ -155,7 +155,8 @@ class Weights:
         Args:
             num_in: K.
             name: The fused map's name.
-            parts: For each map: the number of groups of its outputs, and the size of a group.
+            parts: For each map: the number of groups of its outputs, and the size of a group; see
+                `split_outputs`.
             bias: Whether the fused map has a bias.
         """
         shape = (sum(num_groups * size for num_groups, size in parts), num_in)
@@ -178,7 +179,7 @@ class Weights:
         map that adds up the results of all ranks.
 
         Args:
-            num_groups: Number of groups of inputs.
+            num_groups: Number of groups of inputs. A group, such as a head, is never split.
             size: Size of a group.
             part: Name and N of the map.
             bias: Whether the map has a bias; one rank adds it.
@@ -386,7 +387,7 @@ def load_weights(
 
 
 class _EveryName(AbstractSet[str]):
-    """The names of a checkpoint that has every tensor."""
+    """Takes the place of a checkpoint's names if there are no files: contains any name."""
 
     def __contains__(self, name: object) -> bool:
         return True

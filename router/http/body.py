@@ -70,7 +70,8 @@ class BodyReader:
     async def read(self, request: web.Request, schema: type[S], *, generates: bool = False) -> S:
         """Read and parse a call's body; may raise QuireError.
 
-        If `generates` is true, the tenant's quota must have room for a request of the body's size.
+        If `generates` is true, the tenant's quota is checked before the body is parsed. The quota
+        must have room for the fewest tokens that a body of this size can have.
         """
         _check_content_type(request)
         coding = self._coding(request)

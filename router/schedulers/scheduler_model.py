@@ -7,7 +7,7 @@ from contract.info import ModelInfo
 
 
 def can_continue(model: ModelInfo, earlier: ModelInfo) -> bool:
-    """Whether outputs of `earlier` can continue with `model`.
+    """Whether `model` can continue the outputs that the model `earlier` has begun.
 
     Adapters are not compared, because the scheduler itself refuses a request whose adapter is gone
     or has changed.

@@ -67,7 +67,7 @@ def add(name: str, lane: str, start_ns: int, **shown: object) -> None:
 
 
 def write() -> None:
-    """Write the file, as a process's last step."""
+    """Write the recorded events, if any, to this process's file; called when the process ends."""
     if _timeline is not None:
         _timeline.path.write_text(json.dumps({"traceEvents": list(_trace_events(_timeline))}))
 

@@ -19,7 +19,10 @@ class Rows:
     def __init__(
         self, max_num_seqs: int, max_len: int, block_size: int, num_draft_tokens: int = 0
     ) -> None:
-        """Make free rows. A step appends at most `num_draft_tokens` + 1 tokens to a row."""
+        """Make `max_num_seqs` free rows, each for up to `max_len` tokens.
+
+        A step appends up to `num_draft_tokens` + 1 tokens to a row.
+        """
         self.max_num_seqs = max_num_seqs
         self._may_repeat = num_draft_tokens > 0
         self._owner: list[Sequence | None] = [None] * max_num_seqs

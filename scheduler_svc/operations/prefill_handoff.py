@@ -39,9 +39,9 @@ request may move from the one to the other."""
 _MAX_FOLLOWED: Final = 64
 """For each prefill worker, the limit on requests whose blocks are copied at the same time."""
 _MAX_LEFT_BLOCKS: Final = 2
-"""A request moves as soon as the decode worker lacks at most this many of its full blocks. The
-decode worker recomputes the missing blocks. This takes less time than another copy, which would
-wait for a step of the prefill worker."""
+"""A request that has its first tokens moves as soon as the decode worker lacks at most this many of
+the request's full blocks. The decode worker recomputes the missing blocks. This takes less time
+than another copy, which would wait for a step of the prefill worker."""
 
 log = structlog.get_logger()
 
@@ -57,7 +57,7 @@ class _Ahead:
 
 
 class Handoff:
-    """Watches the prefill workers, and follows each of their requests until it has moved."""
+    """Copies the blocks of prefill workers' requests to decode workers, and moves the requests."""
 
     def __init__(self, roster: Roster, migrator: Migrator) -> None:
         self._roster = roster
@@ -91,7 +91,7 @@ class Handoff:
         self._tasks.stop()
 
     async def _watch(self, source: Engine, giving: Session) -> None:
-        """Follow the requests that run at a prefill worker, until the worker is lost."""
+        """Copy and move the requests that run at a prefill worker, until the worker is lost."""
         followed: dict[_Name, asyncio.Task[None]] = {}
         with contextlib.suppress(UnavailableError):
             while True:

@@ -33,7 +33,7 @@ class _Load:
 
 
 class DiskBooks(NamedTuple):
-    """Live views of the moves in progress, for invariants; read-only."""
+    """Views of the moves in progress, for the checks in `core/invariants.py`; read-only."""
 
     stores: Mapping[DiskBlockId, BlockHash | None]
     new_stores: Mapping[DiskBlockId, HostBlockId]
@@ -163,12 +163,13 @@ class DiskTier:
         """Store a host block if the disk lacks its content; the next plan may overwrite `block`.
 
         Args:
-            block: The host block; plans that were sent have filled it. A disk block must be
-                available.
+            block: The host block. Its content must come from plans that were already sent, because
+                the worker starts the stores of the next plan before the swaps of that plan. A disk
+                block must be available.
             block_hash: The hash of the block's content; None: no lookup may find the content.
 
         Returns:
-            The disk block; the caller is a holder of it.
+            The disk block. The caller holds it, too, and must drop it from `pool` later.
         """
         if block_hash is not None and (known := self._find(block_hash)) is not None:
             self.pool.share([known])
@@ -211,7 +212,8 @@ class DiskTier:
 
         Args:
             source: The disk block.
-            target: A new host block; the load takes over its one reference.
+            target: A newly allocated host block. The load holds it in place of the caller, and
+                drops it when the load ends.
             block_hash: The hash of the content; None: no lookup may find the content.
         """
         self.pool.share([source])

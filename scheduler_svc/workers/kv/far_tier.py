@@ -59,7 +59,7 @@ class Fetch:
     hashes: Sequence[BlockHash]
     num_bytes: int
     compute_s: float
-    """How long computing the prefix would take."""
+    """How many seconds `taking`'s worker would need to compute these blocks instead."""
 
 
 class FarTier:
@@ -71,7 +71,9 @@ class FarTier:
         self._fetches: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
         """Fetches in progress, by worker and first block."""
         self._queued: OrderedDict[tuple[SourceId, SeqKey], Request] = OrderedDict()
-        """Requests whose prompts are to be stored, until they are admitted or forgotten."""
+        """Requests that are not admitted yet. Their prompts are to be stored once they are. If the
+        prompts have more than `_MAX_QUEUED_TOKENS` tokens in all, the oldest requests are removed,
+        and their prompts are not stored."""
         self._num_queued_tokens = 0
         self._num_storing = 0
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
