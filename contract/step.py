@@ -1,9 +1,9 @@
 """One step: the scheduler's plan for a worker, and the worker's result.
 
 A *row* is the number of a running sequence in the worker's batch, in [0, max_num_seqs); the
-scheduler assigns the rows. When all known tokens of a row are computed, the row samples a new one.
-From then on the row *decodes*: every step computes the last token and samples the next, until the
-sequence stops or reaches its maximum length.
+scheduler assigns the rows. When all known tokens of a row are computed, the row samples a new
+token. From then on the row *decodes*: every step computes the last token and samples the next,
+until the sequence stops or reaches its maximum length.
 
 A plan contains only changes. Once a row decodes, plans name the row only to append blocks to its
 block table, or to release the row. `contract.codec.step` turns plans and results into the messages
@@ -24,7 +24,7 @@ from contract.hashing import BlockHash
 from contract.sampling import SamplingParams
 
 StepId = NewType("StepId", int)
-"""Numbers the steps of one scheduler; strictly increasing."""
+"""The number of a step; greater than the numbers of all earlier steps of the same core."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -217,7 +217,7 @@ class Result:
     """Device blocks whose swap-in brought corrupt content; a subset of the plan's
     `swap_in_dst_block_ids`."""
     stored_disk_block_ids: Int32Array = field(default_factory=no_ints)
-    """Disk blocks that have been written since the previous result. The write began with this step
+    """Disk blocks that have been written since the previous result. Each write began with this step
     or an earlier step."""
     failed_disk_block_ids: Int32Array = field(default_factory=no_ints)
     """Disk blocks that could not be written. The content of these blocks is invalid."""

@@ -71,7 +71,7 @@ def adapter_salt(adapter: LoraAdapter) -> str:
 
 
 def split_salt(salt: str) -> tuple[str, str]:
-    """Split a request's cache salt into its adapter's name, which may be empty, and the rest."""
+    """Split a cache salt into the name of the request's adapter (empty: none) and the rest."""
     if not salt.startswith(ADAPTERS_SALT):
         return "", salt
     name, _, rest = salt[len(ADAPTERS_SALT) + 2 * DIGEST_BYTES :].partition("\0")

@@ -31,7 +31,7 @@ fused map these ranks add up. An adapter whose rank in some map is above R gets 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SlottedMap:
-    """The additions to one map of a layer, by slot."""
+    """The A and B of each slot's adapter, for one map of a layer."""
 
     down: GroupedMaps
     """Every A: from the map's inputs to R."""
@@ -52,7 +52,10 @@ _Maps: TypeAlias = tuple[Mapping[MapName, SlottedMap], ...]
 
 
 class AdapterSlots:
-    """The slots of a worker. Changed between steps, by the thread that runs them."""
+    """The slots of a worker.
+
+    Only the thread that runs the steps may change the slots, and only between two steps.
+    """
 
     def __init__(self, config: AdaptableConfig, device: torch.device, place: Place = ALONE) -> None:
         """Make empty slots for this rank's layers. `config` is that of the whole model."""
@@ -75,9 +78,11 @@ class AdapterSlots:
         self._maps: _Maps = tuple({of.name: halves(of) for of in maps} for maps in by_layer)
 
     def add(self, number: int, adapter: Adapter) -> None:
-        """Give an adapter a slot, unless all slots are taken or the adapter has too many ranks.
+        """Give an adapter a slot, if one is free and the adapter can be in a slot.
 
-        All devices of a model decide alike, because all or none of them must replay a graph.
+        An adapter can be in a slot if each A and B is a `PlainLinear`, and no map of the model has
+        more ranks than R. All devices of a model decide alike, because all or none of them must
+        replay a graph.
         """
         free = set(range(NUM_SLOTS)) - set(self._slot_of.values())
         if (
@@ -102,8 +107,9 @@ class AdapterSlots:
         """Order tokens by slot; tokens without an adapter come last.
 
         Args:
-            numbers: The adapter numbers of the first tokens; `have(numbers)` must be true.
-            size: T; tokens beyond `len(numbers)` have no adapter.
+            numbers: For each token, the number of its adapter; 0: none. `have(numbers)` must be
+                true. If `numbers` is shorter than `size`, the remaining tokens have no adapter.
+            size: T, the number of tokens.
 
         Returns:
             int64[T], the tokens' indexes in the order of their slots; and int32[NUM_SLOTS], where

@@ -63,7 +63,7 @@ class Member:
         Raises:
             ModelError: The other member's settings differ from this member's, or its rank is out
                 of range.
-            ValueError, KeyError, TypeError, AttributeError: `hello` is not a rank's hello.
+            ValueError, KeyError, TypeError, AttributeError: `hello` was not made by `Member.hello`.
         """
         said: dict[str, Any] = json.loads(hello)
         rank, theirs = said["rank"], said["settings"]
@@ -85,7 +85,7 @@ class Member:
         return alike | {"lora": [name for name, _ in self.settings.adapter_directories]}
 
     def to_json(self) -> bytes:
-        """Return the input for the process that runs this rank."""
+        """Return this member as JSON; the rank's process reads it from its standard input."""
         settings = self.settings.model_dump(mode="json")
         return json.dumps({"settings": settings, "number": self.number}).encode()
 
@@ -111,7 +111,7 @@ class LocalRanks:
     """The processes of this machine's other ranks. A context manager that ends them."""
 
     def __init__(self, member: Member) -> None:
-        """Start the other ranks, if `member` is the first process of the command.
+        """Start this machine's other ranks, if `member` has the number 0.
 
         Each process ends when its standard input ends, at the latest when this process ends.
         """

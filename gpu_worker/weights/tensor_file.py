@@ -52,13 +52,13 @@ class OpenFile:
         weakref.finalize(self, os.close, self._descriptor)
 
     def read(self, start: int, num_bytes: int) -> bytes:
-        """Read some bytes; none if the file is not open."""
+        """Read `num_bytes` bytes, from `start` on; return b"" if the file is not open."""
         return b"" if self._descriptor is None else os.pread(self._descriptor, num_bytes, start)
 
     def extent(self, tensor: range, piece: Piece) -> Extent | None:
-        """Return where a piece's rows are; None: the file is not open.
+        """Return where in the file a piece's rows are; None: the file is not open.
 
-        `tensor` is where the bytes of the whole tensor are.
+        `tensor` is the range of the file's bytes that the whole tensor takes.
         """
         if self._descriptor is None:
             return None
@@ -86,8 +86,8 @@ class TensorFile(Protocol):
     def tensor(self, piece: Piece) -> torch.Tensor:
         """Return a piece, `[*piece.piece_shape]`; read little more than the piece.
 
-        The tensor must have the shape `piece.shape`.
+        The tensor `piece.name` in the file must have the shape `piece.shape`.
         """
 
     def extent(self, piece: Piece) -> Extent | None:
-        """Return a range that has the piece's bytes, and few others; None: unknown."""
+        """Return a range of the file that includes all bytes of the piece; None: unknown."""

@@ -1,7 +1,7 @@
 """Tracks what a client has received of one stream, so that a broken stream can continue.
 
-This module is pure: it makes requests, and processes events and errors. The caller makes the calls
-and waits between them.
+This module never waits, and sends nothing: it only makes the requests, and processes the events and
+errors that arrive. The caller sends each request, and waits before it sends the next one.
 """
 
 import secrets
@@ -129,7 +129,7 @@ class Continuation:
         )
 
     def receive(self, event: Event) -> Event | None:
-        """Process the next event of the current call; return its new part, if any.
+        """Process the next event of the current call; return the event's new part, if it has one.
 
         Raises QuireError if the event leaves a gap or contradicts the received tokens.
         """

@@ -15,7 +15,7 @@ class ThinkingCounter:
         self._longest = max(map(len, (markers.begin, *markers.ends)))
 
     def push(self, text: str) -> bool:
-        """Add the text of the next token; return whether more thinking may follow."""
+        """Add the text of the next token; return False if no later token can count as thinking."""
         self.num_tokens += self._is_open
         self._text += text
         while True:

@@ -1,8 +1,8 @@
 """Grammars for gpt-oss's messages: thinking within a budget, then text, a form or a call.
 
 A form is an output in the structure that the request asks for, such as JSON that follows a schema.
-A budget limits the tokens of each message of thinking. With a budget, no message of thinking
-directly follows another.
+A budget limits the tokens of each message of thinking. With a budget, there are never two messages
+of thinking in a row.
 """
 
 from collections.abc import Callable, Mapping
@@ -47,7 +47,7 @@ class MessageGrammar:
         return "\n".join([f"start: {start}", f"last: {last}", *self._rules])
 
     def form(self, form: str, call: str) -> str:
-        """Return a grammar for messages of which the last has a form, or is a call.
+        """Return a grammar for messages; the last message has the given form, or is a call.
 
         `form` and `call` are terms of the grammar that match the form and the call.
         """

@@ -43,7 +43,8 @@ class LiveSequences:
         """Create the unfinished sequences of a request.
 
         Returns:
-            The sequences to queue; the others are siblings of the first.
+            The sequences to queue: of a resubmitted request all; of a new request, or of a beam
+            search, only the leader.
         """
         if request.beam is not None:
             return [self._add_search(request, request.beam.width, rank, now)]

@@ -149,7 +149,7 @@ class KvReader:
         """The workers whose snapshot the reader needs, each with the reason. The reader drops
         changes of these workers."""
         self._sent: dict[str, int] = {}
-        """The sequence number of the last batch that was sent, by worker."""
+        """For each worker, the sequence number of the last batch that the reader was sent."""
         self._wake = asyncio.Event()
 
     @property

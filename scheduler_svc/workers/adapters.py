@@ -106,7 +106,10 @@ class Adapters:
         kept: Iterable[LoraAdapter] = (),
         keep: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
-        """`is_used` tells whether requests use an adapter; `on_change` gets the offered adapters.
+        """`is_used` tells whether requests use an adapter.
+
+        `on_change` is called with all offered adapters whenever an adapter is added to them, or
+        taken from them.
 
         `kept` are the adapters that operators loaded at an earlier scheduler. `keep` gets the
         offered adapters that operators loaded, and stores them for the next start.

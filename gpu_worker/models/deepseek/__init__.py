@@ -1,1 +1,1 @@
-"""Decoders with multi-head latent attention: DeepSeek V2 and V3 and families of their shape."""
+"""Decoders with multi-head latent attention: DeepSeek V2, V3 and models with the same layers."""

@@ -36,11 +36,12 @@ this many positions. The number was not measured."""
 def _find_sequence(query_start_loc, tile, num_seqs, TOKENS: tl.constexpr):
     """Return the sequence that owns `tile`: the last s whose first tile is at most `tile`.
 
-    The first tile of sequence s has the number query_start_loc[s] // TOKENS + s. So each sequence
-    has at least ceil(query_len / TOKENS) tiles, and all sequences together have T // TOKENS + S
-    tiles, a number that the host knows without reading the device. If query_start_loc[0] is not 0,
-    there may be tiles before the first tile of sequence 0. These tiles have no tokens, and count as
-    tiles of sequence 0.
+    The tiles of sequence s begin at the number query_start_loc[s] // TOKENS + s, and end where the
+    tiles of sequence s + 1 begin. Because of the `+ s`, rounding down never leaves a sequence with
+    fewer than ceil(query_len / TOKENS) tiles. All sequences together have T // TOKENS + S tiles, a
+    number that the host knows without reading the device. If query_start_loc[0] is not 0, there may
+    be tiles before the first tile of sequence 0. These tiles have no tokens, and count as tiles of
+    sequence 0.
     """
     low = 0
     high = num_seqs

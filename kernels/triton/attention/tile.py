@@ -73,8 +73,8 @@ def attend_positions(
     times their weights.
 
     The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
-    positions whose values are zero. Masks cost time, so no mask is applied to the tiles that every
-    row sees as a whole: [start, masked_from). `_attend_range` computes a range of tiles.
+    positions whose values are zero. Without a window, every row sees all positions in
+    [start, masked_from). So no mask is applied to these positions, because a mask costs time.
     """
     acc = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
@@ -356,9 +356,9 @@ def group_heads(
 ) -> Heads:
     """Group the query heads by kv head; with latent attention, first repeat the only kv head.
 
-    The sums of all query heads over a wide latent do not fit into a program's registers. So with
-    latents, the only kv head is repeated, without a copy, until each repetition has at most `most`
-    query heads.
+    A program holds a weighted sum of values in registers for each of its query heads. Latents are
+    so wide that the registers are too few for all query heads. So with latents, the only kv head is
+    repeated, without a copy, and each repetition gets at most `most` of the query heads.
 
     Raises:
         ValueError: Keys and values differ in width, but are not latents. With latents, values are

@@ -14,7 +14,7 @@ class Recorder(Protocol):
     """Records the calls of a core's marked methods; each call goes through the recorder."""
 
     def call(self, method: Callable[_P, _R], *args: _P.args, **kwargs: _P.kwargs) -> _R:
-        """Call `method(*args, **kwargs)` and return its result; the first argument is the core."""
+        """Call `method(*args, **kwargs)`, where `args[0]` is the core, and return the result."""
 
 
 class Recordable(Protocol):
@@ -33,7 +33,8 @@ def core_input(
     """Mark a method that changes a core; its calls go through the core's recorder, if there is one.
 
     A core's plans follow from its configuration and the calls of its marked methods. A marked
-    method must not call another one, because the inner call would be recorded, too.
+    method must not call another marked method: both calls would be recorded, and a replay would
+    make the inner call twice.
     """
 
     @functools.wraps(method)
