@@ -94,7 +94,7 @@ def error_to_status(error: BaseException) -> tuple[grpc.StatusCode, str, Trailin
 def calling() -> Iterator[None]:
     """Convert the errors of gRPC calls in the `with` block to QuireErrors.
 
-    If its channel is closed, a call raises CancelledError, although the task was not cancelled.
+    Closing a channel makes its calls raise CancelledError, although the task was not cancelled.
     This error becomes UnavailableError, so that the task does not end.
 
     Raises:
@@ -136,7 +136,7 @@ def status_to_error(error: grpc.aio.AioRpcError) -> errors.QuireError:
 class ErrorInterceptor(grpc.aio.ServerInterceptor):  # type: ignore[type-arg]
     """Converts the errors of handlers to a status, for all four kinds of calls.
 
-    Handlers are coroutine functions or asynchronous generator functions. Cancellation and a
+    All handlers must be coroutine functions or asynchronous generator functions. Cancellation and a
     handler's own `context.abort` pass through.
     """
 
@@ -164,8 +164,9 @@ def rewrapped(
 ) -> Any:
     """Return a copy of `handler` whose function is wrapped with `wrap`.
 
-    `handler` is the result of an interceptor's continuation, not None. `wrap_deserializer` wraps
-    the function that parses requests; this function is None if requests are bytes.
+    `handler` is what an interceptor's continuation has returned; it must not be None.
+    `wrap_deserializer` wraps the function that parses requests; this function is None if requests
+    are bytes.
     """
     kind, make = _HANDLER_KINDS[handler.request_streaming, handler.response_streaming]
     return make(
@@ -223,8 +224,8 @@ async def _abort(context: Any, status: tuple[grpc.StatusCode, str, TrailingMetad
 async def _received(context: Any) -> AsyncIterator[Any]:
     """Yield a call's requests.
 
-    This generator replaces gRPC's own iterator, which refers to itself and so keeps the last
-    request.
+    gRPC's own iterator refers to itself, so the iterator and the last request would stay in memory
+    until a garbage collection. This generator replaces that iterator.
     """
     while (request := await context.read()) is not _END:
         yield request

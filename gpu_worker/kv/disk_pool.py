@@ -1,4 +1,4 @@
-"""The disk tier of KV memory: moves between host and disk blocks, on separate threads.
+"""The disk tier of KV memory: separate threads copy blocks between host memory and the disk.
 
 Symbols: `BH` host blocks, `BD` disk blocks, `E` bytes of a host block.
 """
@@ -70,8 +70,9 @@ class DiskPool:
     The scheduler allocates the blocks; the pool does not know which sequences use them.
 
     `store` copies its source blocks at once to a staging area of bounded size. The stores of a step
-    wait briefly for room there, then fail. A failed store loses a cached block or makes one
-    sequence recompute; waiting for a slow disk would delay all sequences.
+    wait briefly for room there. If there is still none, they fail, because waiting for a slow disk
+    would delay all sequences. A failed store loses only a cached block, or makes one sequence
+    recompute.
     """
 
     def __init__(
@@ -160,7 +161,7 @@ class DiskPool:
         Args:
             src: int32[N] host blocks; must not change during the call.
             dst: int32[N] disk blocks, parallel to `src`; no move of them is in flight.
-            step_id: Not less than in earlier calls.
+            step_id: The step of the moves; not less than in earlier calls of `store` and `load`.
         """
         deadline_s = time.monotonic() + _MAX_WAIT_S
         for host_block, disk_block in zip(src.tolist(), dst.tolist(), strict=True):
@@ -182,7 +183,7 @@ class DiskPool:
         Args:
             src: int32[N] disk blocks.
             dst: int32[N] host blocks, parallel to `src`; must not be used until the load has ended.
-            step_id: Not less than in earlier calls.
+            step_id: The step of the moves; not less than in earlier calls of `store` and `load`.
         """
         for disk_block, host_block in zip(src.tolist(), dst.tolist(), strict=True):
             move = _Move(_MoveKind.LOAD, host_block, step_id)
@@ -247,7 +248,7 @@ class DiskPool:
         self._file.forget_cached_pages()
 
     def close(self) -> None:
-        """Drain, then close the file, which disappears if it has no name. Must be the last call."""
+        """Drain, then close the file; this deletes a file without a name. Must be the last call."""
         self.drain()
         self._storing.shutdown()
         self._loading.shutdown()

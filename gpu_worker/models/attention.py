@@ -65,8 +65,9 @@ class AttentionMetadata:
     """The prefixes that decodes share; None: each decode reads its whole context separately."""
     attend_between: AttendBetween | None = None
     """Called in place of each layer's attention while graphs without attention are captured. During
-    the capture only `slot_mapping` is valid, because steps that replay the graphs have other
-    sequences."""
+    the capture, the fields that describe sequences are not valid, because each step that replays
+    the graphs has other sequences. But `slot_mapping` is valid: a replay fills it with its step's
+    slots."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
         """Return the metadata with the slots and block tables of a layer."""
@@ -112,7 +113,7 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedTokens:
-    """The tokens whose final hidden states are wanted: the last ones of each sequence, or none.
+    """The tokens whose final hidden states are wanted: a sequence's last tokens, or none of them.
 
     The last layer stores K and V of all tokens, but then computes only these tokens.
     """
@@ -152,7 +153,7 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Call `store_kv`, then `attend`; for model classes of users (docs/models.md)."""
+    """Call `store_kv`, then `attend`. Model classes that users write call this (docs/models.md)."""
     store_kv(key, value, pool, layer, metadata)
     return attend(query, pool, layer, metadata, scale, window=window, softcap=softcap, sinks=sinks)
 

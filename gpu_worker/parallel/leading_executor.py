@@ -67,7 +67,7 @@ class LeadingExecutor:
             self._executor.distrust()
 
     def resize_pool(self, num_blocks: int) -> None:
-        """Refuse, because each rank has a separate pool."""
+        """Refuse: all ranks would have to resize their pools, and there is no code for that."""
         raise UnimplementedError(
             f"num_blocks is {num_blocks}: a pool on several devices cannot be resized"
         )

@@ -1,4 +1,4 @@
-"""Linear maps in C: for few rows memory bandwidth limits their speed, for many rows arithmetic.
+"""Linear maps in C: memory bandwidth limits their speed for few rows, and arithmetic for many.
 
 A packed weight consists of *panels*; each has the numbers of 32 output features (`PANEL`).
 
@@ -25,7 +25,7 @@ int16 holds four 4-bit weights."""
 _KEPT_AS_MXFP4: Final = 4
 """C's number for MXFP4, which has int16 panels and uint8 scales."""
 _UNROLL: Final = 8
-"""How many input features of integer weights C unpacks together."""
+"""How many input features the C code unpacks at once, if the weight is in integers."""
 _GROUP_MULTIPLE: Final = 32
 
 
@@ -89,8 +89,8 @@ def pack_integers(
 ) -> "PackedLinear":
     """Lay out a quantized weight for `x @ weight.T + bias`; `can_pack_integers` must be true.
 
-    Scales and offsets are rounded to float16. At 4 bits, C stores values from 0 to 15, so
-    `offset - 8 * scale` is rounded in place of the offset.
+    Scales and offsets are rounded to float16. At 4 bits, the layout has `value + 8`, from 0 to 15.
+    To make up for the 8, the offset becomes `offset - 8 * scale` before it is rounded.
 
     Args:
         bits: 8 or 4.
@@ -249,8 +249,9 @@ class PackedLinear:
     def __call__(self, x: torch.Tensor, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Map `[T, K]` to `[T, N]`.
 
-        If `x` is bfloat16, the result's `dtype` may be float32. The results are still rounded to
-        bfloat16, but need no conversion later.
+        `dtype` is the result's dtype; None: the dtype of `x`. If `x` is bfloat16, `dtype` may be
+        float32: the results are still rounded to bfloat16, but a caller that computes in float32
+        need not convert them.
 
         Raises:
             ValueError: shape, dtype, device or strides do not fit.
@@ -271,8 +272,8 @@ class PackedLinear:
     ) -> KernelCall:
         """Return the call that maps the first `num_rows` rows of `x` `[T, K]` to `out` `[T, N]`.
 
-        Both tensors have the map's dtype; their rows may lie apart. `ahead` is the memory to
-        prefetch for a later call.
+        Both tensors have the map's dtype. Each row is contiguous, but there may be gaps between
+        rows. `ahead` is the memory to prefetch for a later call.
 
         If `is_gated`, the map computes `[gate, up]`, and writes `silu(gate) * up` to `out`, which
         is then `[T, N / 2]`. The call rounds wherever separate calls of the map and of `silu_mul`

@@ -206,7 +206,7 @@ def gather_candidates(
     top_p: torch.Tensor,
     min_p: torch.Tensor,
 ) -> Candidates:
-    """Gather the candidates for `sample`, from its arguments and the `maxima` of the rows.
+    """Gather the candidates for `sample`. `maxima` are the rows' largest logits.
 
     Tokens are counted by their gap to the likeliest token, and the counts bound what top_k or top_p
     can keep. For a row with neither top_k nor top_p, only `sums` is valid.

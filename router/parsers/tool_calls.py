@@ -52,7 +52,7 @@ class Calls:
         self.tools: Tools = tools or {}
         self.are_wanted = tools is not None
         self.only_offered = False
-        """Whether calls of functions that were not offered are plain text."""
+        """Whether a call of a function that was not offered is treated as plain text."""
         self.new_id = new_call_id
 
     def begin(self, name: str, call_id: str = "") -> None:
@@ -198,9 +198,9 @@ class MistralBody:
 
 @dataclass(frozen=True, slots=True)
 class TaggedBody:
-    """A name, and each parameter's key and value between tags; values have no quotes.
+    """A name, then the parameters: tags enclose the key and the value of each parameter.
 
-    The function's schema says which values are text.
+    Values are not quoted, so the function's schema must say which values are text.
     """
 
     name_end: str

@@ -1,7 +1,7 @@
 """Copies cached blocks from one core's worker to another's, ahead of the requests that need them.
 
-Full blocks are copied by their hashes, through the host blocks of both workers. The caller copies
-the contents, and calls both cores in this order:
+Only full blocks are copied, each identified by its hash. The contents go through the host blocks of
+both workers. The caller copies the contents, and calls both cores in this order:
 
     source core                              target core
 
@@ -13,8 +13,8 @@ the contents, and calls both cores in this order:
     end_loan                                 receive   the blocks can be found from now on
 
 For the duration of the copy, a loan holds the blocks that are read, and a reservation (a `Room`)
-holds the blocks that are written. No sequence finds a copied block before `receive`, so KV that
-arrives damaged is never used.
+holds the blocks that are written. Before `receive`, no sequence finds a copied block. If the copy
+fails, or KV arrives damaged, `receive` only frees the blocks, so damaged KV is never used.
 """
 
 from collections.abc import Iterator, Sequence
@@ -45,7 +45,7 @@ class Loan:
     host_block_ids: tuple[HostBlockId, ...]
     """Parallel to `hashes`."""
     ready_step: StepId
-    """The host blocks hold the KV after the result of this step."""
+    """The host blocks have the KV as soon as the result of this step has arrived."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,7 +57,8 @@ class Room:
     host_block_ids: tuple[HostBlockId, ...]
     """Parallel to `hashes`."""
     ready_step: StepId
-    """No step reads or writes these blocks any more after the result of this step."""
+    """The copy may write these blocks as soon as the result of this step has arrived, because then
+    no step in flight uses them."""
 
 
 class Copies:
@@ -114,7 +115,7 @@ class Copies:
     # --- target core ----------------------------------------------------------------------------
 
     def missing(self, hashes: Sequence[BlockHash]) -> list[BlockHash]:
-        """Return the hashes that neither the device nor the host has; change nothing."""
+        """Return those of `hashes` that neither the device nor the host has; reserve no block."""
         pools = (self._pool, self._tier.pool)
         return [each for each in hashes if not any(pool.find([each]) for pool in pools)]
 
