@@ -62,7 +62,9 @@ class Abilities:
         return Task.GENERATE in self.tasks
 
     def check(self, pooling: Pooling | None, model_id: str) -> None:
-        """Check that the model can pool as a request asks, or generate if `pooling` is None.
+        """Check that the model can do what a request asks.
+
+        The request asks for `pooling`. If `pooling` is None, it asks for generated tokens.
 
         Raises:
             UnimplementedError: The model cannot do the task.

@@ -40,7 +40,7 @@ Report = Callable[[str, float | None], None]
 
 
 class GaveUpError(Exception):
-    """The process ends before the model is loaded."""
+    """`ModelSlot.close` was called while the model was being loaded, so the load was given up."""
 
 
 @dataclass(slots=True, eq=False)

@@ -67,7 +67,12 @@ class Fleet:
         kept_adapters: Iterable[LoraAdapter] = (),
         keep_adapters: Callable[[Sequence[LoraAdapter]], None] = lambda _: None,
     ) -> None:
-        """`kept_adapters` and `keep_adapters` are `kept` and `keep` of `Adapters`."""
+        """Start a fleet without workers.
+
+        `kept_adapters` are the adapters that operators loaded at an earlier scheduler.
+        `keep_adapters` stores those of the offered adapters that operators loaded, for the next
+        start.
+        """
         self.roster = Roster()
         """The workers."""
         self._streams = streams

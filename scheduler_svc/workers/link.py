@@ -191,7 +191,8 @@ class WorkerLink:
         """Make the worker store host blocks in the far tier; see `WorkerService.StoreKv`.
 
         Returns:
-            How many blocks are stored, counted from the first.
+            The number of blocks that the far tier takes, which are the first ones of
+            `host_block_ids`. It has no room for the others.
 
         Raises:
             QuireError: The worker refused, or is lost.
@@ -209,7 +210,7 @@ class WorkerLink:
         """Make the worker fetch blocks from the far tier; see `WorkerService.FetchKv`.
 
         Returns:
-            How many blocks have arrived, counted from the first.
+            The number of blocks that have arrived, which are the first ones of `host_block_ids`.
 
         Raises:
             QuireError: The fetch failed. Unless the worker is lost, nothing writes to the blocks
