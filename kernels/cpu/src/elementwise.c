@@ -181,19 +181,30 @@ struct silu_mul {
     int64_t stride_t;
 };
 
-INLINE void gate_tokens(dtype type, const struct silu_mul *a, int64_t start, int64_t end)
+typedef enum { SILU, TANH_GELU } activation;
+
+INLINE vf tanh_gelu(vf x)
 {
-    int64_t full = a->width - a->width % LANES, rest = a->width % LANES;
+    vf doubled = 1.59576912f * (x + 0.044715f * x * x * x); /* 2 * sqrt(2 / pi) */
+    return x / sigmoid_divisor(doubled);
+}
+
+INLINE vf activated(activation which, vf x) { return which == SILU ? silu(x) : tanh_gelu(x); }
+
+/* out[t, i] = activation(gate_up[t, i]) * gate_up[t, width + i] for tokens [start, end). */
+INLINE void gate_tokens(dtype type, activation which, const void *gate_up, void *out, int64_t width,
+                        int64_t stride_t, int64_t start, int64_t end)
+{
+    int64_t full = width - width % LANES, rest = width % LANES;
     for (int64_t t = start; t < end; t++) {
-        int64_t gate = t * a->stride_t, up = gate + a->width, out = t * a->width;
+        int64_t gate = t * stride_t, up = gate + width, at = t * width;
         for (int64_t i = 0; i < full; i += LANES) {
-            vf gated = rounded(type, silu(load(type, a->gate_up, gate + i)));
-            store(type, a->out, out + i, gated * load(type, a->gate_up, up + i));
+            vf gated = rounded(type, activated(which, load(type, gate_up, gate + i)));
+            store(type, out, at + i, gated * load(type, gate_up, up + i));
         }
         if (rest) {
-            vf gated = rounded(type, silu(load_part(type, a->gate_up, gate + full, rest)));
-            store_part(type, a->out, out + full, rest,
-                       gated * load_part(type, a->gate_up, up + full, rest));
+            vf gated = rounded(type, activated(which, load_part(type, gate_up, gate + full, rest)));
+            store_part(type, out, at + full, rest, gated * load_part(type, gate_up, up + full, rest));
         }
     }
 }
@@ -201,7 +212,8 @@ INLINE void gate_tokens(dtype type, const struct silu_mul *a, int64_t start, int
 void quire_silu_mul_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct silu_mul *a = args;
-    BY_DTYPE(a->type, gate_tokens, a, share_start(a->num_tokens, share, num_shares),
+    BY_DTYPE(a->type, gate_tokens, SILU, a->gate_up, a->out, a->width, a->stride_t,
+             share_start(a->num_tokens, share, num_shares),
              share_start(a->num_tokens, share + 1, num_shares));
 }
 
@@ -230,33 +242,11 @@ struct tanh_gelu_mul {
     int64_t stride_t;
 };
 
-INLINE vf tanh_gelu(vf x)
-{
-    vf doubled = 1.59576912f * (x + 0.044715f * x * x * x); /* 2 * sqrt(2 / pi) */
-    return x / sigmoid_divisor(doubled);
-}
-
-INLINE void gelu_tokens(dtype type, const struct tanh_gelu_mul *a, int64_t start, int64_t end)
-{
-    int64_t full = a->width - a->width % LANES, rest = a->width % LANES;
-    for (int64_t t = start; t < end; t++) {
-        int64_t gate = t * a->stride_t, up = gate + a->width, out = t * a->width;
-        for (int64_t i = 0; i < full; i += LANES) {
-            vf gated = rounded(type, tanh_gelu(load(type, a->gate_up, gate + i)));
-            store(type, a->out, out + i, gated * load(type, a->gate_up, up + i));
-        }
-        if (rest) {
-            vf gated = rounded(type, tanh_gelu(load_part(type, a->gate_up, gate + full, rest)));
-            store_part(type, a->out, out + full, rest,
-                       gated * load_part(type, a->gate_up, up + full, rest));
-        }
-    }
-}
-
 void quire_tanh_gelu_mul_share(const void *args, int64_t share, int64_t num_shares)
 {
     const struct tanh_gelu_mul *a = args;
-    BY_DTYPE(a->type, gelu_tokens, a, share_start(a->num_tokens, share, num_shares),
+    BY_DTYPE(a->type, gate_tokens, TANH_GELU, a->gate_up, a->out, a->width, a->stride_t,
+             share_start(a->num_tokens, share, num_shares),
              share_start(a->num_tokens, share + 1, num_shares));
 }
 
