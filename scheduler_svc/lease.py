@@ -33,8 +33,8 @@ _HEAD_START_S: Final = 2.0
 """For this long after a claim, no other scheduler may claim the Lease, so that the scheduler that
 has claimed it can take over."""
 _WRITE_S: Final = 1.0
-"""How long a write may take. The limit is short, because a scheduler writes before it takes over
-and before it ends."""
+"""How long a write to the Lease may take. The limit is short, because a scheduler waits for a write
+before it takes over, and again before it ends."""
 _READ_S: Final = 2.0
 _WATCH_S: Final = 60
 _QUIET_S: Final = 4.0
@@ -108,8 +108,8 @@ class Lease:
     def is_free(self) -> bool:
         """Whether the Lease was given up or has expired.
 
-        False if the Lease cannot be read. Also False if no scheduler has ever written to the Lease,
-        because then a scheduler may be serving without the permission to write.
+        False if the Lease cannot be read. Also False if no scheduler has ever written to the Lease:
+        a scheduler that lacks the permission to write to the Lease may be serving.
         """
         if self._found is None or "renewTime" not in _spec_of(self._found):
             return False

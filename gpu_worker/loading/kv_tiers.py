@@ -88,8 +88,8 @@ def _size_and_time(path: Path) -> tuple[int, int]:
 def _content(path: Path) -> bytes:
     """Return a hash of a file's content.
 
-    SHA-256 hashes only the CRCs of the file's pieces, because CRCs are computed as fast as the file
-    can be read.
+    The hash is the SHA-256 of the CRCs of the file's pieces. A CRC is computed as fast as a piece
+    is read; SHA-256 of the pieces themselves would take longer.
     """
     digest, piece = hashlib.sha256(), memoryview(bytearray(_PIECE_BYTES))
     with path.open("rb", buffering=0) as file:

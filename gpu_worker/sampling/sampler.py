@@ -33,7 +33,7 @@ _MIN_TEMPERATURE = np.float32(1e-30)
 likely token has all the weight, as in greedy sampling."""
 _LEAST: Final = torch.finfo(torch.float32).min
 _LEAST_LOG: Final = -87.0
-"""Below about this number, exponentials are subnormal float32, which is slow to compute."""
+"""If x is less than about this number, exp(x) is a subnormal float32, which is slow to compute."""
 _LEAST_WEIGHT: Final = 1.7e-38
 """Slightly above exp(_LEAST_LOG)."""
 NO_SEQUENCES: Final = np.empty(0, np.int64)

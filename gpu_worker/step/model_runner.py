@@ -82,8 +82,8 @@ class ModelRunner:
         `before_launch` is called after a step's inputs are enqueued, right before the model runs.
 
         `takes_parts` allows splitting a step when memory is short. With several ranks `takes_parts`
-        is False: if one rank is short of memory, all ranks would have to split the step, and in the
-        same way.
+        is False, because all ranks must compute a step in the same parts, but only the rank that is
+        short of memory knows that the step must be split.
 
         `is_all_known`: whether `rows` has the values of all earlier tokens when a step begins. If
         not, a decoding row's last token is read from the device.

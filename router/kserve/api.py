@@ -182,9 +182,9 @@ async def _complete(call: InferCall, live: LiveRequest) -> Answer:
 class _Stream:
     """The responses to a streamed request.
 
-    Each delta becomes an answer in which the other outputs have no text. After the last delta
-    comes the final answer, which has no text. Without this extra answer, the router would have to
-    hold back each delta until it knows whether more text follows.
+    Each delta becomes an answer in which the other outputs have no text. When the router sends a
+    delta, it does not know yet whether another delta follows. So no delta is marked as the final
+    answer: the final answer is an extra one, without text, after the last delta.
     """
 
     def __init__(self, call: InferCall, live: LiveRequest) -> None:

@@ -355,9 +355,10 @@ class LiveRequest:
     def flush(self) -> None:
         """Pass the due events to the reader; must be called after the last change of a step.
 
-        While `send_to` runs and the client has room, this method puts the events itself. It wakes
-        the reader's task only if the client has no more room, the stream has ended, or `put` has
-        failed. Without `send_to` it always wakes the reader, which takes the events.
+        While `send_to` runs and the client has room, this method passes each event to the function
+        `put` that `send_to` was given. Then it wakes the reader's task only if the client has no
+        more room, the stream has ended, or `put` has failed. Without `send_to`, this method always
+        wakes the reader's task, which takes the events itself.
         """
         put, room = self._put, self._room
         if put is not None and self._failure is None:

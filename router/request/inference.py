@@ -258,9 +258,9 @@ class Inference:
         As after `generate`, the caller must use the returned `LiveRequest` in an `async with`. If
         `is_free` is true, the call is not charged to the tenant's quota.
 
-        The caller must have checked that the client may act for `request.tenant`, as `Cells.resume`
-        does. If another call, at any router, is reading the request, that call ends with
-        `AbortedError`. Raises `NotFoundError` if this tenant has no such resumable request;
+        This method does not check whether the client may act for `request.tenant`; `Cells.resume`
+        checks this before. If another call, at any router, is reading the request, that call ends
+        with `AbortedError`. Raises `NotFoundError` if this tenant has no such resumable request;
         `InvalidArgumentError` if `request.received` has more tokens than the request has produced;
         `FailedPreconditionError` if log-probabilities that the client lacks are lost;
         `TooBusyError` and `UnavailableError` as `generate` does.
@@ -276,9 +276,10 @@ class Inference:
         return live
 
     def restart(self, found: Resumption, events: Iterable[Event]) -> LiveRequest:
-        """Continue a turn's request from its stored record, in `found`, and its stored `events`.
+        """Continue a turn's request after its stored `events`.
 
-        The caller reads the result from its first token on. Raises the errors of `generate`.
+        `found` has the request's stored record. The reader of the returned request gets all tokens,
+        including the tokens of `events`. Raises the errors of `generate`.
         """
         record = found.record
         adapter = record.sampling.adapter

@@ -63,8 +63,8 @@ class TurnChanges:
     released: list[str] = field(default_factory=list)
     """Turns to leave to other routers."""
     usage: tuple[int, UsageRows] = (0, {})
-    """A number, and usage of requests that are not turns. `add_once` adds the usage only if it has
-    not added this number before."""
+    """A number, then new usage of requests that are not turns. If the same usage is written again,
+    it has the same number, and `add_once` does not add it a second time."""
 
 
 OF_GROUP: Final = "group_id = ? AND group_id <> ''"
@@ -137,8 +137,8 @@ class TurnStore:
 
         Takes over at most `limit` turns that are in no group, and at most `group_limit` turns that
         are in a group. Among turns of equal priority that are in a group, the next one is always of
-        the tenant with the fewest running turns. `num_running` gives this number for each tenant;
-        each turn of a group that is taken over adds 1 to it.
+        the tenant with the fewest running turns: `num_running` has each tenant's number before this
+        call, and each turn that this call takes over from a group adds 1 to its tenant's number.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> list[Turn]:

@@ -125,7 +125,10 @@ class Outbox:
         stream.sent.set()
 
     def widen(self, stream: OutStream | None) -> None:
-        """Continue after the client has widened the window of `stream`; None: of the connection."""
+        """Send more, because the client has widened a window.
+
+        The window is that of `stream`; if `stream` is None, it is the connection's.
+        """
         if stream is not None and stream.unsent is not None and not stream.is_queued:
             stream.is_queued = True
             self._queue.append(stream)

@@ -149,8 +149,8 @@ class Loading:
 
         Raises:
             NotFoundError: There is no such worker.
-            UnavailableError: A worker whose model was not unloaded is not attached when the call
-                begins, or a worker is lost before its model is loaded.
+            UnavailableError: A worker is not attached when the call begins, or is lost before its
+                model is loaded. A worker whose model was unloaded need not be attached.
             QuireError: A worker reported another error. If one worker fails, the others still load,
                 and then the error is raised.
         """

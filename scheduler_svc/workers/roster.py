@@ -100,7 +100,7 @@ class Roster:
         }
 
     def spaces(self) -> Mapping[str, SpaceReport]:
-        """Measure each attached worker's fragmentation, and the share of its held slots with KV."""
+        """Measure how well the blocks of each attached worker are used."""
         return {worker: session.space() for worker, session in self.sessions.items()}
 
     def queued_by_tenant(self) -> Counter[str]:

@@ -348,7 +348,8 @@ def read_llama_config(fields: JsonFields) -> LlamaConfig:
 def split_llama_config(config: LlamaConfig, place: Place) -> LlamaConfig:
     """Return the config of one rank's layers and heads.
 
-    `windows` still covers all layers, because its index is the layer's number in the whole model.
+    `windows` still has an entry for each layer of the whole model, because a layer's window is
+    looked up by the layer's number in the whole model.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

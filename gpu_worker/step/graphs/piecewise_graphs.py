@@ -51,9 +51,10 @@ _PER_DOUBLING: Final = 4
 def piece_sizes(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Return the sizes for which graphs are captured, in tokens, ascending.
 
-    The sizes are 8, the multiples of 16 up to 128, the multiples of 32 up to 256, then those of 64.
-    The last size is `max_num_batched_tokens`, or `_MAX_TOKENS` if that is less. So if a step has 64
-    tokens or more, less than a fifth of the tokens that its graphs compute are padding.
+    The sizes are 8, the multiples of 16 up to 128, the multiples of 32 from there to 256, and the
+    multiples of 64 from there on. The last size is `max_num_batched_tokens`, or `_MAX_TOKENS` if
+    that is less. So if a step has 64 tokens or more, less than a fifth of the tokens that its
+    graphs compute are padding.
     """
     most = min(max_num_batched_tokens, _MAX_TOKENS)
     sizes, size = [_LEAST // 2], _LEAST

@@ -34,8 +34,8 @@ class NativeShape:
     has_qk_norm: bool
     """Whether each head of queries and keys is normalised."""
     is_gated: bool
-    """Whether the call of the map `gate_up`, or of its adapters, also computes
-    `silu(gate) * up`."""
+    """Whether the kernel of the map `gate_up` also computes `silu(gate) * up`. If the map has
+    adapters, the kernel of the adapters computes this product instead."""
     num_ranks: int = 0
     """The largest rank R of adapters; 0: there are no adapters."""
 

@@ -203,8 +203,11 @@ def messages_of(
 
     Consecutive thinking, text and calls of the assistant become one message. The `instructions` and
     the system messages at the start become one system message, because many templates take only
-    one. The first `own_from` items are of earlier responses, and the next item is the request's
-    `input[0]`; errors name items in this way.
+    one.
+
+    The first `own_from` items are of earlier responses, the others are the request's `input`. An
+    error in an item of an earlier response names the field `previous_response_id`. An error in the
+    request's first item names `input[0]`, and so on.
     """
     said: list[tuple[str, Message]] = []  # each with its field's name
     if instructions:

@@ -244,7 +244,7 @@ def _bounded(plan: OutputPlan, thought: Thought | None, words: ChatWords) -> Out
 
 
 def _plain_json(functions: Sequence[Function]) -> OutputPlan:
-    """Plan a forced call of one of the functions, if the grammar of the model's calls is unknown.
+    """Plan a forced call of one of the functions, for a model whose syntax of calls is unknown.
 
     The model writes the call as plain JSON.
     """

@@ -100,9 +100,9 @@ class _Pass:
     sources: list[DeviceBlockId]
     """The held blocks to move, in ascending order; the pass takes them from the end."""
     free_targets: list[DeviceBlockId]
-    """Blocks below the border that had no holder when the pass began, in descending order. The pass
-    takes them from the end, and uses only those that are cached by then. For a free target, the
-    pass does not search this list: it allocates a block from the pool."""
+    """Blocks below the border that had no holder when the pass began, in descending order. If the
+    pool has no free block below the border, the pass takes blocks from the end of this list until
+    it finds a cached one."""
     owners: _Owners
     evacuates: bool = False
     """Whether the pass only empties the blocks beyond the border; such a pass has no report."""
@@ -161,11 +161,11 @@ class Defragmenter:
     def plan(self, builder: PlanBuilder, num_in_flight: int) -> None:
         """Add moves to a plan that is otherwise complete.
 
-        Call this method for every plan from the time `Defragmenter.due` on.
+        Once the time `due` has come, the caller must call this method for every plan.
 
         Args:
-            builder: The plan. If it has copies after this call, it must be sent, even if it
-                computes nothing.
+            builder: Makes the plan. If the plan has copies after this call, the caller must send
+                it, even if it computes no tokens.
             num_in_flight: Number of earlier steps without a result.
         """
         if self._pass is None and self._pool.num_leaving:
