@@ -187,7 +187,9 @@ def check_options(
 
 
 def check_rows(num_seqs: int, num_tokens: int, out: torch.Tensor | None) -> None:
-    """Require one query token for each sequence; if `out` is given, there may be more tokens.
+    """Require one query token for each sequence; more tokens may follow only if `out` is given.
+
+    Decode attention reads only the first tokens of `query`, one for each sequence.
 
     Raises:
         ValueError: The numbers do not fit; the message has both.

@@ -22,8 +22,8 @@ TrailingMetadata: TypeAlias = tuple[tuple[str, str | bytes], ...]
 
 DETAILS_KEY = "grpc-status-details-bin"
 PUSHBACK_KEY = "grpc-retry-pushback-ms"
-"""Metadata key that tells gRPC how long to wait before it retries a call by itself. For this, gRPC
-does not read the `RetryInfo` in the status."""
+"""Metadata key of the time that gRPC waits before it retries a call by itself. gRPC does not read
+this time from the `RetryInfo` in the status."""
 ERROR_DOMAIN = "quire.v1"
 
 _MAX_MESSAGE_BYTES = 1024

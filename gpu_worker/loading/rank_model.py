@@ -65,7 +65,8 @@ class RankModel:
     max_num_blocks: int | None
     """The largest size of the pool, in blocks; None: its size is fixed."""
     rates: Rates
-    """The speeds of swaps, prefill and the disk; of several ranks the slowest determines each."""
+    """The speeds of swaps, prefill and the disk. If there are several ranks, the slowest rank
+    determines each speed."""
     abilities: Abilities
     identity: bytes | None
     """A hash of everything that determines the KV; None: random weights, or no KV."""

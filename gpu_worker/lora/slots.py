@@ -80,9 +80,9 @@ class AdapterSlots:
     def add(self, number: int, adapter: Adapter) -> None:
         """Give an adapter a slot, if one is free and the adapter can be in a slot.
 
-        An adapter can be in a slot if each A and B is a `PlainLinear`, and no map of the model has
-        more ranks than R. All devices of a model decide alike, because all or none of them must
-        replay a graph.
+        An adapter can be in a slot if each A and B is a `PlainLinear`, and the adapter's rank is at
+        most R in every map of the whole model. All devices of a model decide alike. They must,
+        because a step with the adapter replays a graph on all devices or on none.
         """
         free = set(range(NUM_SLOTS)) - set(self._slot_of.values())
         if (

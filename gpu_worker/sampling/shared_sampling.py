@@ -67,7 +67,10 @@ class SharedSampler:
         self.follow = sampler.follow
 
     def forced(self, rows: Int64Array) -> None:
-        """Return None: grammars cannot force tokens, because only rank 0 knows the grammars."""
+        """Return None, so that rank 0 computes logits for the same rows as the other ranks.
+
+        The other ranks do not know which tokens a grammar forces, because only rank 0 has grammars.
+        """
 
     def sample(
         self,
@@ -89,7 +92,7 @@ class SharedSampler:
 class ReceivedSamples:
     """The sampler of a rank other than 0: returns rank 0's tokens.
 
-    Even on the last stage, where the ranks have logits, `sample` does not use them.
+    In the last pipeline stage these ranks have logits, too, but `sample` does not use the logits.
     """
 
     def __init__(self, sampler: Sampler, ranks: Ranks) -> None:
@@ -116,7 +119,11 @@ class ReceivedSamples:
         num_outputs: Int64Array,
         likeliest: tuple[torch.Tensor, torch.Tensor] | None = None,
     ) -> Sampled:
-        """Receive rank 0's tokens, and which rows can continue (`is_finite` in the result)."""
+        """Receive rank 0's tokens.
+
+        In the result, `is_finite` is false for rows whose logits were not finite, and also for rows
+        whose grammar allows no token.
+        """
         del positions, num_outputs, likeliest
         shared = torch.empty(2, len(rows), dtype=torch.int64, device=logits.device)
         self._ranks.share(shared)

@@ -114,8 +114,8 @@ async def pull_kv(
         block_bytes: Number of bytes of a host block.
         check: Called before each write; raises if the caller may no longer write to the blocks.
         tls: TLS settings for the call to the source; None: plaintext.
-        transfer: The engine that reads the contents if the source has NIXL. If this is None, or if
-            the source has no NIXL, the contents come in messages.
+        transfer: Reads the contents from the source's memory. If `transfer` is None, or if the
+            source has no NIXL, the source sends the contents in messages.
 
     Raises:
         UnavailableError: The source failed, or sent too little, too much or damaged content. Some

@@ -320,15 +320,15 @@ def _wanted(
 def places_before_sampled(
     scheduled: ScheduledRows, starts: Int32Array
 ) -> tuple[Int64Array, Int32Array]:
-    """Find, in the batch, the token right before each sampled token.
+    """Find the tokens of the batch after which a token is sampled.
 
     Args:
         scheduled: The step.
         starts: int32[S + 1], where each sequence's tokens start in the batch.
 
     Returns:
-        int64[N], the tokens' indexes in the batch; and int32[S + 1], where each sequence's part of
-        these indexes starts.
+        int64[N], the indexes of these tokens in the batch; and int32[S + 1], where each sequence's
+        part of the indexes starts.
     """
     firsts = (starts[:-1] - scheduled.starts)[scheduled.sampling]  # [N]: where position 0 would be
     lens = np.bincount(scheduled.sampling, minlength=len(scheduled.rows))

@@ -175,8 +175,9 @@ class Weights:
     ) -> Linear:
         """Do as `linear` does, with only this rank's share of the inputs.
 
-        The result of each rank is only a part of the sum. Pass the map to `summed`, which makes a
-        map that adds up the results of all ranks.
+        A map sums over its inputs, so from its share of the inputs each rank computes only a part
+        of that sum. Pass the map to `summed`, which makes a map that adds up the results of all
+        ranks.
 
         Args:
             num_groups: Number of groups of inputs. A group, such as a head, is never split.
@@ -321,7 +322,8 @@ def load_weights(
     The model is first built with empty tensors, on the meta device. This first build shows which
     tensors the model needs, so a wrong checkpoint is refused before gigabytes are read. With
     `ranks`, a second build on the meta device shows which pieces of these tensors this rank needs.
-    The last build reads the weights, and needs memory for them and for one more linear map.
+    The last build reads the weights. Linear maps are packed or quantized one at a time, so the last
+    build needs memory for all weights and for a second copy of one linear map.
 
     Args:
         directory: Has the files that `Checkpoint` reads.
@@ -387,7 +389,7 @@ def load_weights(
 
 
 class _EveryName(AbstractSet[str]):
-    """Takes the place of a checkpoint's names if there are no files: contains any name."""
+    """Takes the place of a checkpoint's names when weights are random: contains every name."""
 
     def __contains__(self, name: object) -> bool:
         return True

@@ -253,7 +253,7 @@ def paged_attention_prefill(
     value_scales: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend with `query` [T, H, D], which has one or more last tokens of each sequence.
+    """Attend with `query` [T, H, D], which has the last tokens of each sequence, at least one each.
 
     No bit of a token's result depends on other sequences, or on how the prompt was cut into chunks.
     """

@@ -21,9 +21,9 @@ def store_kv(
     """Write token t's `key` and `value` [T, HKV, D] to slot `slot_mapping[t]` of the caches.
 
     The caches are [B, P, HKV, D] views of any block stride. `slot_mapping` is int64[T]; a slot is
-    block * P + offset. Tokens whose slot is PAD_SLOT (-1) are skipped. No two other tokens
-    may have the same slot. In latent attention the values are a part of the keys: then `value` and
-    `value_cache` are None, and only keys are stored.
+    block * P + offset. Tokens whose slot is PAD_SLOT (-1) are skipped. The slots of all tokens that
+    are not skipped must differ. In latent attention the values are a part of the keys: then `value`
+    and `value_cache` are None, and only keys are stored.
 
     With `key_scales` and `value_scales`, bfloat16 [B, P, HKV] views, the caches are quantized as
     `kernels.kv_formats` says: int8 or float8_e4m3fn.

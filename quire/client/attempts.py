@@ -39,7 +39,8 @@ class TimeLimit:
 class Attempts:
     """The calls of one request.
 
-    Methods that start a call return what the gRPC stub returns: for the caller to await or to read.
+    Methods that start a call return the object that the gRPC stub returns. The caller awaits this
+    object or reads from it.
     """
 
     def __init__(

@@ -191,7 +191,8 @@ class SchedulerLink:
     ) -> LiveRequest:
         """Do as `Schedulers.resume` does, at this scheduler.
 
-        `first_seq_key` is the first of `MAX_N` new sequence keys: enough for any number of outputs.
+        `first_seq_key` is the first of `MAX_N` consecutive new sequence keys, because the request
+        may have up to `MAX_N` outputs.
         """
         if self._outbox is None:
             raise UnavailableError(self.status)

@@ -129,7 +129,10 @@ class LoadingCalls:
 def _tolerate(
     target: str, error: QuireError, tolerated: list[QuireError], *, may_be_standby: bool
 ) -> None:
-    """Append a `NotFoundError`, or a standby's `UnavailableError`, to `tolerated`; raise others."""
+    """Append `error` to `tolerated`, or raise it.
+
+    Only a `NotFoundError`, and a standby's `UnavailableError`, are appended.
+    """
     if not isinstance(error, NotFoundError):
         if not (may_be_standby and isinstance(error, UnavailableError)):
             raise error

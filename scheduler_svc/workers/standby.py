@@ -28,8 +28,8 @@ takeover needs about two seconds in which all routers are silent."""
 _SILENCE_WITH_FREE_LEASE_S: Final = 1.0
 """How long a scheduler may be silent before a takeover, while the Lease is free."""
 _NEW_WORKER_S: Final = 2.0
-"""How long a worker that never had a scheduler must wait before a standby takes it. The serving
-scheduler, which tries to attach such a worker twice a second, comes first."""
+"""How long a standby waits before it takes a worker that has never had a scheduler. In this time
+the serving scheduler can attach the worker: it tries twice a second to attach such a worker."""
 
 log = structlog.get_logger()
 

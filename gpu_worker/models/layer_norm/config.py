@@ -82,8 +82,8 @@ class _Family:
     is_parallel: _Flag = (None, False)
     has_qk_norm: _Flag = (None, False)
     shares_norm: bool = False
-    """Applies if `is_parallel` is true: whether attention and the feed-forward part take the same
-    normalized input; otherwise each has a norm of its own."""
+    """Whether attention and the feed-forward part share one norm; otherwise each has its own.
+    Matters only if both take the layer's input (`LayerNormConfig.is_parallel`)."""
     adds_one_to_norms: bool = False
     is_gated: bool = False
     has_kv_heads: bool = True
@@ -228,7 +228,8 @@ def read_layer_norm_config(fields: JsonFields) -> LayerNormConfig:
 def split_layer_norm_config(config: LayerNormConfig, place: Place) -> LayerNormConfig:
     """Return the config of one rank's layers and heads.
 
-    `windows` still covers all layers, because its index is the layer's number in the whole model.
+    `windows` keeps the entries of all layers, because a layer finds its entry by its number in the
+    whole model.
 
     Raises:
         ModelError: The layers or heads cannot be split among the ranks.

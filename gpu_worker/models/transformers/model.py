@@ -224,7 +224,10 @@ class _Given(nn.Module):
 
 @dataclass
 class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
-    """The output of `_Given`, with the fields that causal models read from their base's output."""
+    """What `_Given` returns in place of the output of a causal model's base.
+
+    Has the fields that causal models read from the output of their base.
+    """
 
     cache_params: None = None
     router_logits: None = None
@@ -232,8 +235,8 @@ class _HiddenStates(BaseModelOutputWithPastAndCrossAttentions):
 
 
 _READING_WEIGHTS: Final = {"LongcatFlashTopkRouter"}
-"""Modules that read the weights of their linear maps instead of calling the maps. So these maps
-keep their weights; `_replace_linear` would empty them."""
+"""Modules that read the weights of their linear maps instead of calling the maps. `_replace_linear`
+would empty these weights, so it is not called for these maps."""
 
 
 def _replace_linear(module: nn.Module) -> None:

@@ -19,8 +19,7 @@ RUN_STEPS: Final = 128
 """A product prefetches one run for every 128 pairs of its input features. If fewer than 128 pairs
 remain, they add no run. C uses the same number."""
 MAX_RUNS: Final = 256
-"""If a product's number of runs is greater than this, the product prefetches nothing. C uses the
-same limit."""
+"""A product that would prefetch more runs than this prefetches nothing. C uses the same limit."""
 PANEL: Final = 32
 """A panel, the part of a weight that enters one product, has this many output features. C uses the
 same number."""
@@ -48,7 +47,8 @@ def share_out(
 
     `maps` has the maps that run before `attention`, in the order in which they run, each with its
     numbers of input and output features. The later a run is prefetched, the likelier it is still
-    in a cache when `attention` reads it. So the last maps prefetch as much as they can.
+    in a cache when `attention` reads it. So the map right before `attention` prefetches as many
+    runs as it can, and the earlier maps prefetch the runs that are left.
     """
     aheads: dict[_Place, KvAhead] = {}
     num_after = 0

@@ -92,8 +92,9 @@ class Request:
     """If set, search for the `n` likeliest outputs instead of sampling. `sampling` then asks the
     worker for the likeliest next tokens, and has no end tokens."""
     outputs: tuple[OutputSoFar, ...] = ()
-    """One entry per sequence of a resubmitted request; empty if no sequence had produced a token or
-    ended, and for a new request. The entries of a beam search have no tokens."""
+    """One entry per sequence of a resubmitted request. Empty for a new request. Also empty for a
+    resubmitted request if none of its sequences had produced a token or ended. The entries of a
+    beam search have no tokens."""
 
     @property
     def is_background(self) -> bool:
