@@ -108,8 +108,9 @@ class Plan:
     num_decodes: int
     """How many rows decode. Each computes one token, and its draft tokens if it has any."""
     released_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose sequence has ended or left. The worker frees these rows first. In each later step
-    of a beam its row is here, too, and the beam is in `new_sequences` again, with the same row."""
+    """Rows whose sequence has ended or left, and the row of each beam that computes another token.
+    Such a beam is in `new_sequences` again, with the same row. The worker frees the rows that are
+    listed here before it adds new sequences."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
     """Rows whose block table gets one more block of each KV group at its end. `appended_block_ids`
@@ -132,8 +133,9 @@ class Plan:
     from the next step on. Empty in a step that swaps out."""
     swap_in_dst_block_ids: Int32Array = field(default_factory=no_ints)
     renamed_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks that every block table, including those of `new_sequences`, replaces by the
-    blocks `renamed_dst_block_ids`. The plan also copies the contents to these blocks."""
+    """Device blocks whose contents the plan copies to device blocks `renamed_dst_block_ids`. In
+    every block table, including those of `new_sequences`, the worker replaces each of these blocks
+    by its copy. The plan lists the copies themselves in `copy_src_block_ids`."""
     renamed_dst_block_ids: Int32Array = field(default_factory=no_ints)
     disk_store_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to write to disk blocks `disk_store_dst_block_ids`. The worker reads these host

@@ -155,7 +155,9 @@ class HostPool:
         self._meter.count_ended()
 
     def swap_out(self, src: Int32Array, dst: Int32Array) -> None:
-        """Copy device blocks `src` to host blocks `dst`, before the step can overwrite `src`.
+        """Copy device blocks `src` to host blocks `dst`.
+
+        Kernels that are launched after this call may overwrite the device blocks.
 
         Args:
             src: int32[N] device blocks.

@@ -292,10 +292,10 @@ def sample(
 
     No row is sorted. In a row with top_k or top_p, the logits are read three times: to find their
     maximum, to count the tokens by their distance from the maximum, and to gather the candidates.
-    Each tile has its own program, which gathers the tile's candidates. The thresholds are then
-    found in about ten passes over the candidates. If most tokens are candidates, each of these
-    passes reads about as much as a pass over the row. A row with neither top_k nor top_p is read
-    twice.
+    Each tile has its own program, which gathers the tile's candidates. Then about ten passes over
+    the candidates find the thresholds at which top_k and top_p cut off tokens. If most tokens are
+    candidates, each of these passes reads about as much as a pass over the row. A row with neither
+    top_k nor top_p is read twice.
 
     The op needs about S * V * 9 / 8 int32 numbers of scratch memory. The host reads nothing from
     the device, and a row's token does not depend on other rows.

@@ -1,7 +1,8 @@
 """Tracks what a client has received of one stream, so that a broken stream can continue.
 
 This module never waits, and sends nothing: it only makes the requests, and processes the events and
-errors that arrive. The caller sends each request, and waits before it sends the next one.
+errors that arrive. The caller sends the requests. When a call has failed, the caller waits for the
+time that `Continuation.failed` returns, and then sends the next request.
 """
 
 import secrets
@@ -129,7 +130,10 @@ class Continuation:
         )
 
     def receive(self, event: Event) -> Event | None:
-        """Process the next event of the current call; return the event's new part, if it has one.
+        """Process the next event of the current call; return what is new in it, or None.
+
+        After a broken stream, the next call may repeat what the client has already received. Parts
+        of the prompt's scores are returned together, when the last part arrives.
 
         Raises QuireError if the event leaves a gap or contradicts the received tokens.
         """

@@ -24,8 +24,8 @@ _MARKER: Final = re.compile(r"<[^<>\s]+>|\[/?[A-Z_]+\]|◁[^◁▷]+▷")
 _PLACE: Final = re.compile("(NAME|ARGUMENTS|INDEX|CALLID|KEY|VALUE)")
 _OF_STRINGS: Final = ("pattern", "format", "minLength", "maxLength")
 _WHOLE: Final = "/$defs/parameters"
-"""A JSON pointer. If the schema of one parameter has a `$ref` into the schema of all parameters, a
-copy of the schema of all parameters is put at this place in the schema of the one parameter."""
+"""A JSON pointer into the schema of one parameter. If that schema has a `$ref` into the schema of
+all parameters, a copy of the schema of all parameters is inserted at this pointer."""
 
 JSON_OPTIONS: Final[Mapping[str, Any]] = {
     "whitespace_flexible": False,  # otherwise a model may write endless white space
@@ -149,7 +149,7 @@ class CallGrammar:
         return self._with_rules(f"start: {calls} | {form}")
 
     def _calls_or_text(self, functions: Sequence[ForcedFunction], *, may_be_several: bool) -> str:
-        """Return a grammar for an output that is calls, or text that does not begin like a call.
+        """Return a grammar for calls, or for text that does not begin like a call.
 
         The lexer takes the term that matches most characters. If a call began with several short
         terms, the term TEXT would match more characters and win. So the first call's whole
@@ -313,9 +313,9 @@ def inline_json(schema: Any) -> str:
 def _call_schema(function: ForcedFunction) -> Mapping[str, Any]:
     """Return the JSON schema of a whole call, for models that write a call as a JSON object.
 
-    The whole call is one term of the grammar. If the call's beginning were a separate term, the
-    lexer would take the beginning of any JSON object for this term. Then the model could write no
-    other JSON object, such as an answer in JSON.
+    The whole call is one term of the grammar. If the beginning of a call were a separate term, the
+    lexer would read the beginning of every JSON object as this term. So every JSON object would
+    have to be a call, and the model could not answer in JSON.
     """
     return {
         "type": "object",

@@ -130,9 +130,9 @@ class Delivery:
 
 
 def wanted_s() -> float:
-    """Return how long this thread has run, in seconds.
+    """Return how much processor time this thread has used, in seconds.
 
-    On Linux, the time in which the thread waited for a processor is included.
+    On Linux, the result includes the time in which the thread could run but waited for a processor.
     """
     try:
         file = _opened(_SCHEDSTAT.format(threading.get_native_id()))

@@ -13,7 +13,10 @@ StartResumed: TypeAlias = Callable[[Resumption], LiveRequest]
 
 
 class ResumingCalls:
-    """The calls that wait. The key of a call is the first sequence key of the resumed request."""
+    """The calls that resume a request and wait until the scheduler sends it.
+
+    The key of a call is the first sequence key of the resumed request.
+    """
 
     def __init__(self) -> None:
         self._calls: dict[int, tuple[StartResumed, asyncio.Future[LiveRequest]]] = {}

@@ -77,7 +77,9 @@ def find_single(
 def find_grouped(
     cursor: Cursor, db: DatabaseConnection, now: float, limit: int, models: Models, shares: Shares
 ) -> tuple[list[Waiting], str]:
-    """Return at most `limit` ownerless turns that have a group, and the next claim's `last_tenant`.
+    """Return at most `limit` ownerless turns that have a group, and a tenant.
+
+    The caller must pass this tenant to the next claim, as `Shares.last_tenant`.
 
     An index keeps the turns of each tenant and model in order, as a queue. So a claim reads only
     the first turns of each queue.

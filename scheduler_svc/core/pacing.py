@@ -46,10 +46,10 @@ _WORTH_TOKENS = 128
 takes as long as computing some 16 tokens. In a step of 128 tokens, this adds only an eighth to the
 time of the computation."""
 _MAX_PAYING = 2.0
-"""The prompts of a step may take up to this multiple of the allowed time, so that a step need not
-pay their fixed cost for only a few tokens. Measured: a long prompt raises the p99 of the time
-between tokens to 1.41 times the p99 before the prompt. The factor was 2.28 when the fixed cost did
-not count towards this limit ("Long prompts beside streams")."""
+"""The prompts of a step may take up to this multiple of the allowed time, so that the fixed cost of
+having prompts in a step is not spent on only a few tokens. Measured: a long prompt raises the p99
+of the time between tokens to 1.41 times the p99 before the prompt. The factor was 2.28 when the
+fixed cost did not count towards this limit ("Long prompts beside streams")."""
 _LONG_STEPS = 256
 """A step may always compute 1 / 256 of all queued prompt tokens, even if it then takes longer than
 the pace allows. Chosen, to keep queues of prompts from growing."""
@@ -75,8 +75,9 @@ the p99 between tokens."""
 # --- how observed steps count -------------------------------------------------------------------
 
 _FEW_TOKENS = 64
-"""The cost per token is learned from steps with more prompt tokens than this. The fixed cost is
-learned from the other steps. Chosen."""
+"""From steps with more prompt tokens than this, the pacer learns the time per prompt token. From
+the other steps with prompts, it learns the fixed cost of having any prompt tokens in a step.
+Chosen."""
 _WEIGHT = 1 / 8
 """Weight of a new observation in the moving average. Chosen."""
 _MAX_JUMP = 2.0
@@ -142,7 +143,7 @@ def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Pace:
-    """By how much prompts may lengthen a step; infinity: no limit."""
+    """The operator's limits on the time of a step that has prompts; infinity: no limit."""
 
     max_decode_slowdown: float = math.inf
     """Longest time of a step with decodes, as a multiple of its time without prompts."""
@@ -175,8 +176,9 @@ class StepPacer:
         self._began_s = 0.0
         """When the oldest step in flight began, as an estimate."""
         self._share_alone = _Average()
-        """The share of a step's reported time that passes after the result of the previous step. On
-        a GPU, this share is below 1: the reported time includes the wait for the previous step."""
+        """The time between the previous step's result and a step's own result, as a share of the
+        time that the worker reports for the step. On a GPU, this share is below 1, because the
+        reported time includes the wait for the previous step."""
 
     @property
     def max_prompt_tokens(self) -> int | None:
@@ -234,8 +236,8 @@ class StepPacer:
     def next_due_s(self) -> float:
         """When to send the next step, on the clock of `now_s` arguments; -inf: at once.
 
-        The step is sent only shortly before the steps in flight are expected to end. So requests
-        that arrive before that can become part of this step, not of the one after it.
+        The next step is held back until shortly before the steps in flight are expected to end. So
+        requests that arrive until then can still become part of the next step.
         """
         expected_s = self._expected_s()
         if not self._in_flight or expected_s is None:

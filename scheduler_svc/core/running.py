@@ -225,8 +225,9 @@ class RunningSet:
     def extend(self, beam: Sequence, token_ids: Int32Array) -> None:
         """Let a beam compute a new token, in the same row and blocks.
 
-        All other tokens of the beam are computed. To the worker, the beam is a new sequence in each
-        step. So one plan releases the row and gives it to the beam again.
+        All other tokens of the beam already have KV. To the worker, the beam is a new sequence in
+        each step. So the plan of a step releases the beam's row, and gives the same row to the beam
+        again.
 
         Args:
             beam: A running beam that no step in flight names.
@@ -315,9 +316,9 @@ class RunningSet:
     def evict_ahead(self, step: StepId) -> None:
         """Evict as many cached blocks as decoding sequences lack in the two steps after `step`.
 
-        The evicted blocks are demoted to the host. If one of the two steps had to evict them, and
-        swapped blocks in, it could not demote them: their content would be lost, and the prefix
-        cache would no longer find the blocks that continue them.
+        The evicted blocks are demoted to the host now, because a step that swaps blocks in cannot
+        demote any. If such a step had to evict blocks, their content would be lost, and the prefix
+        cache would no longer find the blocks that follow them in a prompt.
         """
         num_due = self._decodes.num_due_soon(step) * self._groups.num
         num_lacking = num_due - self._pool.num_free

@@ -91,7 +91,10 @@ class Handoff:
         self._tasks.stop()
 
     async def _watch(self, source: Engine, giving: Session) -> None:
-        """Copy and move the requests that run at a prefill worker, until the worker is lost."""
+        """Copy the blocks of a prefill worker's running requests, and move these requests.
+
+        Ends when the worker is lost.
+        """
         followed: dict[_Name, asyncio.Task[None]] = {}
         with contextlib.suppress(UnavailableError):
             while True:
@@ -206,8 +209,9 @@ class Handoff:
 def _keeps_states(session: Session) -> bool:
     """Whether the worker's model has recurrent states.
 
-    Requests of such a worker do not move to decode workers. Of the states, only those at the ends
-    of full blocks can be copied, so the decode worker would compute up to a block of tokens again.
+    The requests of such a worker are not handed to decode workers. Only the states at the ends of
+    full blocks can be copied. So after a move, the decode worker would have to recompute up to a
+    block of tokens.
     """
     return STATE_WINDOW in session.info.limits.kv_windows
 

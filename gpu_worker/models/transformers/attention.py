@@ -426,7 +426,7 @@ def _refuse_other_attention(
 
 
 def batch_dependent_ropes(config: PreTrainedConfig) -> list[dict[str, Any]]:
-    """Return the parameters of the rotary embeddings whose angles depend on the other sequences.
+    """Return the parameters of the rotary embeddings whose angles depend on the whole batch.
 
     The longest sequence of a batch changes these angles for all sequences of the batch.
     """

@@ -116,8 +116,8 @@ class SseResponse:
     async def before_events(self) -> AsyncIterator[None]:
         """Send status and headers, then heartbeats until the `async with` block ends.
 
-        When the block has ended, `put` sends no event until `start` is called: it collects the
-        events, and `start` sends them.
+        After the block, `put` sends nothing and only collects events. The caller's next call of
+        `start` sends the collected events, and from then on `put` sends each event at once.
         """
         await self.start()
         with self.heartbeats():

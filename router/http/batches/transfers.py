@@ -26,7 +26,8 @@ _READ_BYTES: Final = 2**16
 _PIECE_BYTES: Final = 2**20
 _UPLOAD_S: Final = 600.0
 _PIECE_S: Final = 60.0
-"""How long a client may take to read a piece, without the last bytes, which the router buffers."""
+"""How long a client may take to read a piece of a file (`_PIECE_BYTES`). The piece's last bytes do
+not count, because the router buffers them."""
 _ENCODINGS: Final = ("Content-Encoding", "Content-Transfer-Encoding")
 _UNENCODED: Final = ("identity", "binary", "8bit", "7bit")
 

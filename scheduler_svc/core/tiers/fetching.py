@@ -89,7 +89,7 @@ class Fetching:
     # --- starting to fetch ----------------------------------------------------------------------
 
     def enqueue(self, seq: Sequence) -> None:
-        """Queue a new sequence, or first load blocks of its prefix from the disk.
+        """Queue a new sequence, at once or after blocks of its prefix are loaded from the disk.
 
         The blocks are loaded if this costs less than to compute their tokens, and if there is room
         for all of them. The sequence is not first in the queue yet, so its loads leave half of the
