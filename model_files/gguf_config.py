@@ -172,7 +172,10 @@ def _embedding_rows(header: GgufHeader) -> int:
 
 
 def _dtype(header: GgufHeader) -> str:
-    """Return the dtype to compute in: that of the matrices, or bfloat16 if they are quantized."""
+    """Return the dtype to compute in, which depends on the types of the file's matrices.
+
+    All F32: float32. All F16 or F32: float16, but bfloat16 for a Gemma. Otherwise: bfloat16.
+    """
     types = {tensor.type.name for tensor in header.tensors.values() if len(tensor.shape) > 1}
     if types <= {"F32"}:
         return "float32"

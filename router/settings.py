@@ -147,8 +147,8 @@ class RouterSettings(ProcessSettings):
     """Which share of the requests without a traceparent is traced (with --otlp-traces-endpoint)."""
     stream_interval: Annotated[int, Field(ge=1, le=MAX_STREAM_INTERVAL)] = 1
     """How many new tokens of an output are sent together, unless the request sets stream_interval.
-    Fewer and larger events cost less. An output's first token and its last tokens do not wait for
-    others."""
+    Fewer and larger events cost less. An output's first token and its last tokens are sent without
+    waiting for more tokens."""
     tokenizer_threads: Annotated[int, Field(ge=1, le=64)] = 2
     """Number of threads that tokenize prompts."""
 

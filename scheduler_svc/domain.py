@@ -20,8 +20,8 @@ class SubmitRequest:
     """Whether a core has accepted the request before. Such a request is not refused: if this core
     cannot run it, the request's sequences end with an error."""
     num_crashes: int = 0
-    """How many workers in a row were lost while they ran the request and had not yet added a token
-    to it."""
+    """How many successive workers were lost while they ran the request, before they had added a
+    token to it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -45,7 +45,7 @@ many. With more groups, blocks could be smaller, but each further group makes st
 not measured."""
 _MAX_BLOCK_SIZE: Final = 8192
 """The most token slots of a block with states of recurrent layers. The prefix cache keeps only
-full blocks, so with larger blocks it would find little. Chosen, not measured."""
+full blocks, so it never finds a prefix that is shorter than a block. Chosen, not measured."""
 
 
 def kv_dtypes(
@@ -101,7 +101,7 @@ class BlockLayout:
 
     @property
     def itemsize(self) -> int:
-        """Bytes of a stored number. If only some layers are quantized: 1, as in these layers."""
+        """Bytes of a stored number; 1 if any layer is quantized, even if other layers are not."""
         return 1 if self.is_quantized else self.dtype.itemsize
 
 

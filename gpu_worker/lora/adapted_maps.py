@@ -147,7 +147,7 @@ def _describe(name: str, parts: Sequence[_Groups], place: Place) -> AdaptedModul
 
 
 def _share(groups: _Groups, start: int, place: Place) -> range:
-    """Return this rank's features of `groups`, if the first of all groups begins at `start`."""
+    """Return the numbers of this rank's features in `groups`, whose first feature is `start`."""
     num_groups, size = groups
     share = place.groups(num_groups)
     return range(start + share.start * size, start + share.stop * size)

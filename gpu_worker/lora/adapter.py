@@ -41,7 +41,7 @@ def with_maps(layer: LayerT, change: Callable[[MapName, Linear], Linear]) -> Lay
     """Copy the layer, with `change` applied to each map. Experts stay as they are.
 
     If a map is a `SummedMap`, whose result is a sum over devices, `change` is applied to this
-    device's part of the map. So what `change` adds to the part's result becomes part of the sum.
+    device's part of the map. So what `change` adds to this device's result is also in the sum.
     """
     return replace(
         layer,
@@ -78,14 +78,14 @@ class Adapter:
     native: NativeAdapter | None = None
     """The result of `native_adapter` for `layers`."""
     max_ranks: int = 0
-    """The largest number of ranks of a map in the whole model, the same on all devices. `layers`
+    """The largest R of any map in the whole model, so it is the same on all devices, while `layers`
     has only this device's layers."""
 
 
 def native_adapter(layers: Sequence[Mapping[MapName, LowRankMap]]) -> NativeAdapter | None:
-    """Pack the layers' additions for `NativeDecoder`.
+    """Pack an adapter's low-rank maps, given for each layer, for `NativeDecoder`.
 
-    Returns None if `NativeDecoder` has no code for one of the additions.
+    Returns None if `NativeDecoder` has no code for one of the low-rank maps.
     """
     packed: list[dict[str, PackedPair]] = []
     for layer in layers:

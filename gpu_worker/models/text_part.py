@@ -92,8 +92,8 @@ _TEXT_PARTS: Final[Mapping[str, Mapping[str, _Alone]]] = {
         "qwen3_5_moe_text": _Alone("Qwen3_5MoeForCausalLM", "qwen3_5_moe_text")
     },
 }
-"""Maps the whole model's architecture, and then its text part's `model_type`, to the text part as a
-separate model. Other text parts are not supported."""
+"""The text part as a separate model, by the architecture of the whole model and the `model_type` of
+the text part. Text parts that are not listed here are not supported."""
 _OF_THE_WHOLE: Final = (
     *("dtype", "torch_dtype", "eos_token_id", "tie_word_embeddings", "quantization_config"),
 )

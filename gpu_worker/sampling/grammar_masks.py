@@ -91,7 +91,7 @@ class ForcedTokens:
 
 class _Promise(Protocol):
     def result(self) -> None:
-        """Wait until the work is done. If no other thread does it, the first call does it."""
+        """Wait until the work is done. If no other thread does the work, the first caller does."""
 
 
 class _AtNeed:
@@ -120,8 +120,8 @@ class _Row:
         """The tokens that the grammar forces; the row may have sampled the first few already."""
         self.sampled: list[int] = []
         """The tokens of `run` that the row has sampled. The matcher gets them together, at the end
-        of the run. If the matcher got each token at once, `_look` would compute the forced tokens
-        after each."""
+        of the run. If it got them one by one, `_look` would compute the forced tokens again after
+        each of them."""
         self.forced: int | None = None
         """The only token allowed next. None: several may be allowed, as `admitted` says."""
         self.admitted: Int32Array
@@ -261,8 +261,8 @@ class RowGrammars:
         Args:
             rows: Rows that have a grammar.
             places: int64[len(rows)]: where each row's token is in the result of `token_ids`.
-            token_ids: Waits for the step's tokens and returns them. The grammars' thread calls it;
-                without this thread, the next call of `restrict` or `forced` does.
+            token_ids: Waits for the step's tokens and returns them. It is called by the thread that
+                advances grammars or, without such a thread, by the next `restrict` or `forced`.
         """
         entries = [self._rows[row] for row in rows]
 

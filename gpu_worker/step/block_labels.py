@@ -284,7 +284,10 @@ class BlockLabels:
             self._is_void[blocks] = False
 
     def _void_stores(self, labels: Labels) -> None:
-        """Withhold uint8[N, 32] `labels` from the disk blocks that are being stored."""
+        """Cancel the future labels of disk blocks that are being stored, if they are in `labels`.
+
+        `labels` is uint8[N, 32].
+        """
         wrong = {label.tobytes() for label in labels}
         for label, age in self._stores.values():
             if label.tobytes() in wrong:

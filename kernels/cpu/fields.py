@@ -56,11 +56,11 @@ def attention_fields(
 ) -> tuple[Field, ...]:
     """Return the fields of C's `attention`; C's `merge_splits` takes the same fields.
 
-    The arguments are named as in `kernels.ops.paged_attention_prefill`. But for a tensor that
-    changes from step to step, the argument is the tensor's address. In a program, the argument is a
-    name, and each run of the program gets the address for this name. If `query_start_loc` is
-    0 (C's NULL), each sequence has one query token. `partials` is the address of memory for partial
-    results; the function `num_partials` returns its size.
+    The arguments are named as in `kernels.ops.paged_attention_prefill`. If a tensor changes from
+    step to step, its address is passed instead of the tensor. In a program, a name is passed
+    instead of this address, and each run of the program gets the address for the name. If
+    `query_start_loc` is 0 (C's NULL), each sequence has one query token. `partials` is the address
+    of memory for partial results; the function `num_partials` returns its size.
     """
     keys, values, key_scales, value_scales = caches
     assert values is not None, "attention reads values"

@@ -233,7 +233,7 @@ class PackedLinear:
 
     @property
     def can_gate(self) -> bool:
-        """Whether `call` accepts `is_gated`, which needs gate and up in separate panels."""
+        """Whether `call` accepts `is_gated`: no panel may have features of both gate and up."""
         return self.num_out % (2 * PANEL) == 0
 
     @property

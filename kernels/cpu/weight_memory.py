@@ -53,7 +53,7 @@ class WeightMemory:
     ) -> torch.Tensor:
         """Return a contiguous copy of a CPU tensor, in memory that is freed with its whole region.
 
-        Before anything is written to the memory, `touch` is called with it, in the weight's shape.
+        Before the copy, `touch` is called with the memory, as a tensor of the weight's shape.
         The thread that first writes to a page decides on which memory node the page is, so `touch`
         can place each page near the thread that will read it.
         """

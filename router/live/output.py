@@ -191,7 +191,7 @@ class LiveOutput:
     def take(self) -> OutputDelta | OutputFinished | None:
         """Return the next event: a delta if tokens or text are unread, else the output's end.
 
-        Returns None if nothing is unread, and the output has not ended or its end has been taken.
+        Returns None if nothing is unread, and the end has not come yet or was already returned.
         """
         num_unread = self._num_unread
         offset = len(self.token_ids) - num_unread

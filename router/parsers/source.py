@@ -22,7 +22,7 @@ _SPACE = re.compile(r"\s*")
 
 
 class MalformedError(Exception):
-    """The text breaks the syntax. Pass on everything read since the mark as plain text."""
+    """The text breaks the syntax. The parser passes on all text since the mark as plain text."""
 
 
 class Source:

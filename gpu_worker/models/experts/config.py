@@ -109,7 +109,8 @@ def read_qwen_experts(
     Args:
         fields: The fields of config.json.
         num_layers: Number of layers.
-        has_shared: Whether there is a shared expert, with a share that depends on the token.
+        has_shared: Whether there is a shared expert. Its share of a token's result depends on the
+            token.
         size_field: The field with the MLP size of each expert.
 
     Raises:

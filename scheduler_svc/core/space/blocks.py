@@ -44,8 +44,8 @@ BlockIdT = TypeVar("BlockIdT", bound=int)
 class PoolBooks(NamedTuple, Generic[BlockIdT]):
     """A pool's tables, for reports and invariants.
 
-    Most of them are the pool's own objects, which change with the pool: read them at once, and do
-    not write to them.
+    Most of these tables are the pool's own objects, and change with the pool: read them before the
+    pool changes, and do not write to them.
     """
 
     hashes: Sequence[BlockHash | None]
@@ -311,7 +311,7 @@ class BlockPool(Generic[BlockIdT]):
 
     @property
     def num_leaving(self) -> int:
-        """Number of held blocks that are being taken out of use; each access counts them again."""
+        """Number of held blocks that are being taken out of use, counted on each access."""
         return int(np.count_nonzero(self.ref_counts[self._end :]))
 
     def retire_from(self, end: int) -> None:
@@ -353,7 +353,10 @@ class BlockPool(Generic[BlockIdT]):
         self.set_border(self._block_id(border))
 
     def _forget(self, block: BlockIdT) -> None:
-        """Remove the hash, if any, of a block without holders that `_cached` does not have."""
+        """Remove the block's hash, if it has one.
+
+        The block has no holders, and is not in `_cached`.
+        """
         if (block_hash := self._hashes[block]) is not None:
             self._cached.forget(block_hash)
             del self._hash_to_block[block_hash]
@@ -362,7 +365,7 @@ class BlockPool(Generic[BlockIdT]):
     # --- before the first use -------------------------------------------------------------------
 
     def find_in(self, table: dict[BlockHash, BlockIdT]) -> None:
-        """Use the empty `table` to map hashes to blocks; the owner of `table` sees each change."""
+        """Map hashes to blocks in the empty `table`, so that its owner sees each change."""
         self._hash_to_block = table
 
     def restore(

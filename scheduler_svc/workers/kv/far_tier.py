@@ -71,9 +71,9 @@ class FarTier:
         self._fetches: dict[tuple[Session, BlockHash], asyncio.Task[None]] = {}
         """Fetches in progress, by worker and first block."""
         self._queued: OrderedDict[tuple[SourceId, SeqKey], Request] = OrderedDict()
-        """Requests that are not admitted yet. Their prompts are to be stored once they are. If the
-        prompts have more than `_MAX_QUEUED_TOKENS` tokens in all, the oldest requests are removed,
-        and their prompts are not stored."""
+        """Requests that are not admitted yet. When a request is admitted, its prompt is to be
+        stored. If the prompts have more than `_MAX_QUEUED_TOKENS` tokens in all, the oldest
+        requests are removed, and their prompts are not stored."""
         self._num_queued_tokens = 0
         self._num_storing = 0
         self._known: OrderedDict[BlockHash, None] = OrderedDict()
