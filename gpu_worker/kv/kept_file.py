@@ -59,8 +59,9 @@ class Named(NamedTuple):
 def open_kept(directory: Path, identity: bytes) -> tuple[int, Path]:
     """Open or create a kept file with this identity, and lock the file; may raise OSError.
 
-    Workers with the same identity use separate files. Files with another identity are deleted if no
-    process has locked them, to limit the space on the disk.
+    Several workers may have the same model and KV layout; each of them locks a file of its own. To
+    limit the space on the disk, files with another identity are deleted if no process has locked
+    them.
     """
     own = f"{_PREFIX}{identity.hex()[:16]}-"
     for path in directory.glob(f"{_PREFIX}*{_SUFFIX}"):

@@ -15,7 +15,8 @@ from typing import Final
 from contract.worker_limits import STATE_WINDOW, Chunk, KvWindow, window_length
 
 MAX_GROUPS: Final = 16
-"""The limit on KV groups. If the layers have more kinds of windows, each kind is one group."""
+"""The limit on KV groups. It does not apply if the layers of a model have more kinds of windows:
+then each kind is one group."""
 _NUM_TOKENS: Final = 8192
 """A block size is judged by the memory that a sequence of this length takes. The length is chosen,
 not measured."""

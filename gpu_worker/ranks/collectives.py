@@ -115,7 +115,7 @@ class Ranks:
     def receive(self, num_tokens: int, like: torch.Tensor) -> torch.Tensor:
         """Receive hidden states `[num_tokens, E]` from the previous stage.
 
-        The hidden states have the dtype and the device of `like`, `[E]`.
+        `like` is a tensor `[E]` with the dtype and the device that the hidden states will have.
         """
         hidden = like.new_empty(num_tokens, like.shape[0])
         dist.recv(hidden, self.place.previous_rank)

@@ -380,7 +380,7 @@ class Executor:
 def _of_sampled(
     logprobs: tuple[StepLogprob, ...], has_sampled: BoolArray
 ) -> tuple[StepLogprob, ...]:
-    """Return the log-probabilities of the rows that sampled; `index` counts only these rows."""
+    """Keep only log-probabilities of rows that sampled; `index` then counts only these rows."""
     if not logprobs:
         return ()
     places = np.cumsum(has_sampled) - 1

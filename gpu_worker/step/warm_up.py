@@ -59,8 +59,8 @@ def warm_up(
     """Execute every kind of step; all rows are free before and after. KV contents are lost.
 
     All ranks must call this function. Ranks communicate within a step, so they must execute the
-    same steps. Only rank 0 uses grammars, but if `has_structured_output` is true on any rank, all
-    ranks execute the steps with grammars.
+    same steps. So if `has_structured_output` is true on any rank, all ranks execute the steps with
+    grammars, although only rank 0 applies the grammars.
 
     If the limits are too small for these steps, none is executed, and the first requests wait for
     the compilation of kernels.
@@ -135,8 +135,9 @@ def _one_then_two(
 def _behind_many(limits: Limits, num_draft_tokens: int) -> Iterator[Plan]:
     """Plan decodes behind a prompt that is so long that attention splits its context.
 
-    Only the last chunk of the prompt is computed. With guesses there are more decodes, because a
-    draft model first has to compute the whole prompt, and until then the row gets no guesses.
+    Only the last chunk of the prompt is computed. Without guesses, one decode follows. With
+    guesses, more decodes follow, because a draft model computes the whole prompt in several steps,
+    and until then the row gets no guesses.
     """
     num_steps = 1
     if num_draft_tokens:

@@ -16,8 +16,8 @@ from kernels.reference.linear.quantized import HALF_RUN, pack_nibbles
 from kernels.triton.linear.tile_sizes import fewest_rows
 
 _RUN: Final = 32
-"""A group has a multiple of this number of input features. Only a weight of 8 bits whose single
-group has all input features may have any number."""
+"""The number of input features in a group must be a multiple of this. There is one exception: a
+weight of 8 bits with a single group may have any number of input features."""
 _FP8_LARGEST: Final = torch.finfo(torch.float8_e4m3fn).max
 _FP8_MULTIPLE: Final = 16
 """`torch._scaled_mm` needs K and N that are multiples of this number."""

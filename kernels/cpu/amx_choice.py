@@ -46,8 +46,8 @@ must have the same result every time."""
 _RELATIVE_ERROR: Final = 2.0**-7
 """The allowed relative error of a result, which is bfloat16's last place."""
 _MAX_BEGUN: Final = 2
-"""A check does not end if an AMX instruction ends the process. After this many such checks, AMX
-stays off."""
+"""After this many checks that were begun and never ended, AMX stays off. A check never ends if an
+AMX instruction kills the process."""
 _LOCK_S: Final = 20.0
 _LOCK_POLL_S: Final = 0.05
 _CPU_INFO: Final = Path("/proc/cpuinfo")

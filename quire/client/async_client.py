@@ -48,8 +48,8 @@ class AsyncClient:
     """The client for asyncio, with `Client`'s methods.
 
     A client may be used only in the event loop in which it was made. `Client` runs the
-    methods without an event loop, on a transport that blocks. So the methods must await nothing but
-    calls on the transport's channels, and the transport's `sleep`.
+    methods of this class without an event loop, on a transport that blocks. So these methods must
+    await nothing but calls on the transport's channels, and the transport's `sleep`.
     """
 
     def __init__(

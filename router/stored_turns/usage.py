@@ -64,7 +64,8 @@ def add_once(cursor: Cursor, now: float, writer: str, number: int, rows: UsageRo
 def sweep_usage(cursor: Cursor, now: float, retention_s: float) -> None:
     """Delete usage older than `retention_s`.
 
-    Also deletes the numbers that `add_once` stored for routers that no longer write.
+    Also deletes the numbers of routers that have added no usage for a day. Such a number is that of
+    the last part that the router added (`add_once`).
     """
     cursor.execute("DELETE FROM usage WHERE hour < ?", (hour_of(now - retention_s),))
     cursor.execute("DELETE FROM usage_writers WHERE at < ?", (now - _WRITER_S,))

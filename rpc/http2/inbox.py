@@ -148,8 +148,8 @@ class Inbox:
     def _allow_up_to(self, num_bytes: int, *, at_least: int = 0) -> None:
         """Raise the number of bytes that the client may still send to `num_bytes`; never lower it.
 
-        Telling the client costs a frame. So a small increase is left to a later call, unless
-        without the increase the client could send fewer than `at_least` bytes.
+        Telling the client costs a frame. So a small increase is left to a later call if the client
+        may still send `at_least` bytes without it.
         """
         more = num_bytes - self._num_allowed
         if self._has_ended or more <= 0:

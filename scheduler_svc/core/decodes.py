@@ -184,7 +184,7 @@ class DraftedDecodes:
         return self._owners(due)
 
     def send(self, step: StepId) -> None:
-        """Do nothing: `num_next` is counted at each call, so no counter has to change here."""
+        """Do nothing: `num_next` counts the sequences at each call, so no count is kept."""
 
     def take_ended(self, step: StepId) -> list[Sequence]:
         has_ended = self._decodes & (self._rows.num_tokens_by_row >= self._length)

@@ -43,8 +43,8 @@ class LiveSequences:
         """Create the unfinished sequences of a request.
 
         Returns:
-            The sequences to queue: of a resubmitted request all; of a new request, or of a beam
-            search, only the leader.
+            The sequences to queue: only the leader if the request is new or a beam search,
+            otherwise all that were created.
         """
         if request.beam is not None:
             return [self._add_search(request, request.beam.width, rank, now)]

@@ -1,11 +1,10 @@
 """The prefix cache: finds KV that a sequence can reuse, and publishes KV that sequences compute.
 
-A full block is found by its hash, which covers all tokens up to its end. With several KV groups,
-`Sequence.block_hashes` has one hash for each block index. The hash of each block, its *name*, is
-made from that hash and the number of the block's KV group (`KvGroups.names`); in group 0, and so in
-a model with one group, the two are equal. Lookups search the device, then the host, then the disk.
-A KV group with a window needs only the blocks that the window still sees
-(`KvGroups.longest_prefix`).
+A full block is found by its *name*, a hash that covers all tokens up to the block's end.
+`Sequence.block_hashes` has one hash for each block index. In KV group 0, this hash is the block's
+name. In each other KV group, the name is made from this hash and the number of the group
+(`KvGroups.names`). Lookups search the device, then the host, then the disk. A KV group with a
+window needs only the blocks that the window still sees (`KvGroups.longest_prefix`).
 """
 
 from collections.abc import Sequence as Seq
@@ -214,9 +213,9 @@ class Publisher:
         can resume only from the state in a full block, and when a sequence stops, it usually holds
         no full block of these layers any more.
 
-        The hash of a block needs all tokens of the block, and they are known. The newest of them
-        were sampled two steps before the step being planned, and at most one step is in flight
-        while a step is planned.
+        A block can be hashed only if all its tokens are known. In these blocks, the newest tokens
+        were sampled two steps before the step being planned. While a step is planned, at most one
+        step is in flight, so the result with these tokens has arrived.
 
         While sequences only decode, this call is most of the cost of a step. So it reads and
         publishes the blocks of all sequences together.

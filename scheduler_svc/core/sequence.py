@@ -120,8 +120,8 @@ class Sequence:
     row: int | None = None
     block_ids: list[DeviceBlockId] = field(default_factory=list)
     """The block table, with an entry per KV group for every `block_size` tokens; see `KvGroups`.
-    While the sequence runs, entries are added at the end and none is removed, but the block of an
-    entry may change. The defragmenter moves blocks. In a KV group with a window, an entry has a
+    While the sequence runs, entries are added at the end and none is removed. But the block of an
+    entry may change: the defragmenter moves blocks, and in a KV group with a window, an entry has a
     block only while the window needs it."""
     block_hashes: list[BlockHash] = field(default_factory=list)
     """Hashes of the tokens of full blocks, from the first block on, computed when needed; empty
@@ -130,8 +130,9 @@ class Sequence:
     """Number of block indices whose blocks were published, or found in the prefix cache."""
     num_computed_tokens: int = 0
     """In PREFILL: tokens with valid KV after the steps scheduled so far. In DECODE: out of date;
-    see `RunningSet.num_computed_tokens`. With KV on host or disk: how many tokens have their KV
-    there. In WAITING: tokens that were computed before a preemption or a move from another core."""
+    see `RunningSet.num_computed_tokens`. In states that keep KV on the host or the disk, such as
+    SWAPPED: tokens whose KV is there. In WAITING: tokens that were computed before a preemption or
+    a move from another core."""
     num_cached_tokens: int = 0
     """Prompt tokens found in the prefix cache when the sequence was first admitted."""
     num_charged_tokens: int = 0
@@ -139,8 +140,8 @@ class Sequence:
     account (`Policy.charge`), because they have been charged or were found in the prefix cache. A
     sequence that computes them again after a preemption is not charged again."""
     announced: bool = False
-    """Whether a plan has announced the sequence to the worker, with a `NewSequence`. A sequence is
-    announced after each start, and a beam in each of its steps."""
+    """Whether a plan has announced the sequence to the worker, with a `NewSequence`. A sequence
+    that starts again is announced again. A beam is announced in each of its steps."""
     copy_from: tuple[DeviceBlockId, ...] = ()
     """For each KV group, a block that the sequence shares and so must not write to. The worker
     copies it to the sequence's last block of the same group. Empty if no block must be copied, and
@@ -154,9 +155,9 @@ class Sequence:
     copies of blocks that are being loaded."""
     fetched_block_ids: tuple[HostBlockId, ...] = ()
     """In FETCHING and WAITING: host blocks with KV of the sequence's prefix, in no particular
-    order. Some of them are loaded from the disk. The sequence holds the blocks until it starts, so
-    that they stay in the prefix cache. In WAITING, the blocks may be dropped if another sequence
-    needs the room."""
+    order. Some of them are loaded from the disk. The sequence holds the blocks so that they stay in
+    the prefix cache until it starts. But in WAITING it lets go of them if another sequence needs
+    the room."""
     loading_block_ids: tuple[DeviceBlockId, ...] = ()
     """Blocks of the table whose swap-in is not confirmed yet. While there are any, the sequence
     publishes no blocks."""

@@ -70,8 +70,8 @@ class Fleet:
         """Start a fleet without workers.
 
         `kept_adapters` are the adapters that operators loaded at an earlier scheduler.
-        `keep_adapters` stores those of the offered adapters that operators loaded, for the next
-        start.
+        `keep_adapters` gets the adapters that operators loaded and that new requests may have. It
+        stores them for the next start.
         """
         self.roster = Roster()
         """The workers."""

@@ -78,7 +78,7 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits by how much prompts may lengthen steps with decodes. This limit is
+        """Whether `pace` limits the time that prompts may add to a step with decodes. This limit is
         not needed if the worker's sequences move to other workers to decode."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
@@ -430,7 +430,8 @@ class Session:
     def _resubmit(self, request: Request) -> SubmitRequest:
         """Make the command that continues a request at another worker.
 
-        The command has the request's crash count, which `crashes` then forgets.
+        The request's crash count is removed from `crashes` (a `CrashCounter`), and sent in the
+        command.
         """
         if self.is_draining:  # the end of a draining worker does not count as a crash
             num_crashes = self.crashes.take(request)

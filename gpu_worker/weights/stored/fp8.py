@@ -54,8 +54,10 @@ def unpack_fp8(
 
     `tensors` has the tensors that `fp8_tensors` lists, under the same keys.
 
-    In some formats, each block of a weight has one scale. If `columns` begins or ends inside a
-    block, each block is split into narrower blocks that have its scale.
+    In some formats, each block of a weight has one scale, and `columns` may begin or end inside a
+    block. In this case all blocks are split into narrower blocks of equal width, so that `columns`
+    begins and ends between two blocks. Each narrower block has the scale of the block that it is
+    a part of.
     """
     weight, scales = tensors["weight"], tensors[stored.scale_name]
     num_out, num_in = weight.shape

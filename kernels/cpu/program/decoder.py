@@ -178,8 +178,8 @@ class NativeDecoder:
     def _aheads(self, attentions: Sequence[Sequence[KernelCall]]) -> list[dict[str, KvAhead]]:
         """Return the KV that each linear map of each layer prefetches.
 
-        The list has a dict for each layer. Its keys are names of maps, as in `low_rank.MAPS`.
-        `attentions` has the attention calls of each layer.
+        The list has a dict for each layer. The dict's keys are names of maps, as in
+        `low_rank.MAPS`. `attentions` has the attention calls of each layer.
         """
         aheads: list[dict[str, KvAhead]] = [{} for _ in attentions]
         for i, attention in enumerate(attentions):

@@ -40,8 +40,8 @@ FLOAT32_BY_ROWS: Final = (
 def choose(choices: Sequence[TileSizes], num_rows: int, num_maps: int = 1) -> TileSizes:
     """Return the first tile size with room for `num_rows / num_maps` rows, or else the last one.
 
-    This quotient is the average number of rows that a map multiplies. In a launch of several maps,
-    for example experts, only the device knows how many of the rows belong to each map.
+    A launch may compute several maps, for example experts. Only the device knows how many of the
+    rows belong to each map, so the choice goes by the average, `num_rows / num_maps`.
     """
     return next((each for each in choices if num_rows <= each.rows * num_maps), choices[-1])
 

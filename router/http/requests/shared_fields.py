@@ -165,7 +165,7 @@ class Body(StructuredFields, BeamFields):
         )
 
     def shown_tokens(self, text: ModelText) -> TokenText:
-        """Return the function that gives the text by which log-probabilities show a token id."""
+        """Return a function from a token id to the text that log-probabilities show for the id."""
         return _token_by_id if self.return_tokens_as_token_ids else text.token_text
 
     def sampling(

@@ -40,8 +40,8 @@ class CopyProgress:
 
     live: MovableRequest
     can_copy: bool
-    """Whether the request's blocks can be copied while it runs. For this the prefix cache must have
-    them, because `Copies` finds blocks by their hashes."""
+    """Whether the request's blocks can be copied while it runs. `Copies` finds blocks by their
+    hashes, so it can copy only blocks that are in the prefix cache."""
     hashes: tuple[BlockHash, ...]
     """The hashes of the request's full blocks, including blocks that steps in flight compute."""
     decodes: bool

@@ -3,10 +3,10 @@
 Follows "Fairness in Serving Large Language Models" (Sheng et al., OSDI 2024). Each tenant has a
 counter of the tokens that it was served, weighted by their cost. The tenant with the lowest counter
 goes first. So while two tenants both have waiting requests, their counters grow by nearly the same
-amount: the difference is at most about twice the weighted tokens of all requests that run at one
-time, because a tenant's running requests go on even if the tenant is ahead. A tenant gains no
-credit while none of its requests waits: when a request of the tenant waits again, the tenant's
-counter is raised at least to the lowest counter of the waiting tenants.
+amount. The two amounts are not equal, because a tenant's running requests go on even if the tenant
+is ahead. They differ by at most about twice the weighted tokens of all requests that run at one
+time. A tenant gains no credit while none of its requests waits: when a request of the tenant waits
+again, the tenant's counter is raised at least to the lowest counter of the waiting tenants.
 """
 
 from collections.abc import Mapping

@@ -26,7 +26,7 @@ class NewLabels:
         """Number of labels, from the first on, that are valid before the step being planned."""
 
     def give(self, blocks: Iterable[int], hashes: Iterable[BlockHash]) -> None:
-        """Add labels of blocks; they need not be valid before the step being planned has run."""
+        """Add labels of blocks that are computed at the latest by the step being planned."""
         self._blocks += blocks
         self._hashes += hashes
 
