@@ -144,8 +144,8 @@ class Sequence:
     that starts again is announced again. A beam is announced in each of its steps."""
     copy_from: tuple[DeviceBlockId, ...] = ()
     """For each KV group, a block that the sequence shares and so must not write to. The worker
-    copies it to the sequence's last block of the same group. Empty if no block must be copied, and
-    once the sequence is announced. The sequence holds a reference to each of the shared blocks."""
+    copies it to the sequence's last block of the same group. Empty if no block must be copied, or
+    if the sequence has been announced. The sequence holds a reference to each shared block."""
     host_block_ids: tuple[HostBlockId, ...] = ()
     """Host blocks with the sequence's KV, in the order of `KvGroups.kept`. In FETCHING, some are
     still being loaded. The sequence holds these blocks from its swap-out until a result confirms
