@@ -90,7 +90,7 @@ def find_model(
         with_weights: Whether the caller reads weights. If not, only small files are downloaded; a
             GGUF file is always downloaded whole.
         with_tokenizer: Whether the caller reads the tokenizer. If so, and if the model has no
-            tokenizer.json, its tokenizer is converted to one.
+            tokenizer.json, this file is made from the model's older tokenizer files.
 
     Raises:
         ModelError: There is no such model, or it cannot be downloaded. The message says what to do.

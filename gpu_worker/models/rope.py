@@ -161,7 +161,7 @@ def rope_from_fields(
 def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -> int:
     """Return how many of a head's dimensions are rotated.
 
-    `name` is the field of config.json that an error names.
+    `name` is the field of config.json that has `rope.rotated_share`; the `ModelError` names it.
 
     Raises:
         ModelError: The number is odd, 0, or more than the head has.
@@ -177,11 +177,12 @@ def rotary_dim(fields: JsonFields, name: str, rope: RopeConfig, head_dim: int) -
 
 
 def with_long_factors(fields: JsonFields, max_model_len: int | None) -> JsonFields:
-    """Return `fields`; if `max_model_len` needs LongRoPE's long factors, they replace the short.
+    """Return `fields`; for long sequences, LongRoPE's long factors replace its short factors.
 
-    Sequences longer than `original_max_position_embeddings` need the long factors. Then shorter
-    sequences must use the long factors, too: keys are stored rotated, and a sequence that outgrows
-    this length would need other rotations of its stored keys.
+    Sequences longer than `original_max_position_embeddings` need the long factors. If
+    `max_model_len` allows such sequences, shorter sequences must use the long factors, too: keys
+    are stored rotated, and a sequence that outgrows `original_max_position_embeddings` would need
+    other rotations of its stored keys.
     """
     name = _name(fields)
     rope = fields.nested(name)

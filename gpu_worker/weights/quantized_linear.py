@@ -52,8 +52,9 @@ class QuantizedWeight:
     """Shaped like the scales; None: zeros.
 
     The kernel multiplies with scales and offsets in float16. At 4 bits, the kernel stores
-    `values + 8`, which are from 0 to 15, and in return stores `offset - 8 * scale` as the offset.
-    For GGUF's Q4_0 and Q4_1, float16 represents the offsets that the kernel stores exactly.
+    `values + 8`, which are from 0 to 15. So the offset that the kernel stores is
+    `offset - 8 * scale`. With weights of GGUF's types Q4_0 and Q4_1, this offset is not changed by
+    rounding to float16.
     """
 
     def to(self, device: torch.device) -> "QuantizedWeight":
@@ -72,10 +73,10 @@ class QuantizedWeight:
         return weight.view(self.values.shape)
 
     def fits_half_precision(self) -> bool:
-        """Whether products in float32 stay exact if scales and offsets are rounded to float16.
+        """Whether scales and offsets in float16 are precise enough for products in float32.
 
-        Rounding may change each of them by `_FLOAT32_EPS` times the scale. At 4 bits, this tests
-        the offsets that the kernel stores; see `offsets`.
+        They are if rounding to float16 changes each scale and each offset by at most `_FLOAT32_EPS`
+        times the scale. At 4 bits, the tested offsets are those that the kernel stores (`offsets`).
         """
         numbers = [self.scales]
         if self.offsets is not None:
@@ -133,9 +134,9 @@ def _fit_int4(
     least squares.
 
     Returns:
-        Scale (the distance between two numbers) and lowest number of each grid, and the sum of the
-        group's squared errors; each float32 `[N, G, 1]`. Scale and lowest number are rounded to
-        float16, because the kernel stores them in float16.
+        For each grid, the scale (the distance between neighbouring numbers), the lowest number, and
+        the sum of the group's squared errors; each float32 `[N, G, 1]`. Scale and lowest number are
+        rounded to float16, because the kernel stores them in float16.
     """
     low, high = (range_share * bound for bound in groups.aminmax(dim=2, keepdim=True))
     scales = _no_zeros((high - low) / 15)
@@ -164,8 +165,9 @@ def can_multiply(weight: QuantizedWeight, dtype: torch.dtype) -> bool:
     """Whether our own kernel takes the weight, on its device, for activations of `dtype`.
 
     On a CPU, 4-bit groups must have 32, 64 or 128 input features. The kernel rounds scales and
-    offsets to float16. With float32 activations, this rounding must not change the product
-    (`fits_half_precision`). On a GPU, no kernel takes float32 activations.
+    offsets to float16. For float32 activations, the kernel takes a weight only if this rounding
+    hardly changes the weight (`fits_half_precision`), because products in float32 are expected to
+    be precise. On a GPU, no kernel takes float32 activations.
     """
     if gpu_linear.is_here(weight.values.device):
         return gpu_linear.can_pack(

@@ -72,8 +72,8 @@ class PrefillConfig:
     num_stages: int
     """Tiles that are loaded at the same time."""
     value_dims: int = 256
-    """The limit on the dims of values that one program computes: a power of two. The limit holds
-    only if `LaunchShape.divides_values` is true."""
+    """The limit on the dims of values that one program computes: a power of two. If
+    `LaunchShape.divides_values` is false, there is no limit, and one program computes all dims."""
 
 
 Config = TypeVar("Config", DecodeConfig, PrefillConfig)

@@ -50,8 +50,8 @@ def routes(
 ) -> list[web.AbstractRouteDef]:
     """Return the routes below /v1, and vLLM's routes outside /v1.
 
-    If `turns` is None, responses are not stored. Without `batches`, the routes of files and batches
-    are left out, and without `usage` the route of usage reports.
+    If `turns` is None, responses are not stored. If `batches` is None, the routes of files and
+    batches are left out. If `usage` is None, the route of usage reports is left out.
 
     The `AppRunner` needs `handler_cancellation=True`. With this option, aiohttp cancels the handler
     of a client that disconnects, and the handler cancels the client's requests.

@@ -70,8 +70,8 @@ class _Body(Schema):
     model: str = ""
     request_id: RequestId | None = None
     truncate_prompt_tokens: Annotated[int, Field(ge=-1)] | None = None
-    """A field of vLLM: a longer input is cut at its end to this many tokens; -1: to as many as fit
-    the model."""
+    """A field of vLLM: the limit on an input's tokens; -1: as many as fit the model. The text of a
+    longer input is cut at its end."""
     user: str = ""
 
     def requests(

@@ -13,8 +13,8 @@ log = structlog.get_logger()
 
 HOUR_S: Final = 3600
 _MAX_ROWS: Final = 100_000
-"""At most this many new sums wait for the store. If the store fails for so long that more sums are
-needed, usage is lost."""
+"""The limit on new sums that wait for the store. If the store fails for so long that the limit is
+reached, usage that would need a further sum is lost."""
 
 
 @dataclass(frozen=True, slots=True)

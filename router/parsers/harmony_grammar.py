@@ -29,9 +29,10 @@ class MessageGrammar:
     def before(self, answer: Answer) -> str:
         """Return grammar rules; the rule named `before` matches the messages before an answer.
 
-        Before a form, the rule also matches the header of the form's message. Returns "" for text,
-        because the grammar that `text` returns includes the messages before the text. Also returns
-        "" if the prompt has begun the form's message, because then nothing comes before the form.
+        If the answer is a form, the rule also matches the header of the form's message. The result
+        is "" in two cases: if the answer is text, because the grammar that `text` returns includes
+        the messages before the text; and if the answer is a form whose message the prompt has
+        begun, because then nothing comes before the form.
         """
         if answer == "text" or (answer == "form" and self.begun == "final"):
             return ""

@@ -24,8 +24,8 @@ class OutputReader:
     def push(self, text: str) -> list[Piece]:
         """Read more text; return the pieces that are certain now.
 
-        Text is held back only while it may become different pieces, such as the beginning of a
-        marker.
+        Text is held back only while its pieces depend on the text that follows. For example, text
+        may be the beginning of a marker.
         """
         # Add the text in slices, because a search for the next marker scans all unread text.
         for start in range(0, len(text), _SLICE_CHARS):

@@ -227,8 +227,10 @@ def _multiples(schemas: Iterable[object]) -> Iterator[int]:
 _SAME_VALUE: Final = ("allOf", "anyOf", "oneOf")
 """Keywords whose subschemas describe the same value as the schema that contains them."""
 _NOT_INSIDE: Final = frozenset({*_SAME_VALUE, "$defs", "definitions"})
-"""Keywords whose subschemas describe the whole value, or nothing until a `$ref` points to them. The
-subschemas of other keywords describe parts of the value, such as items."""
+"""Keywords whose subschemas do not describe parts of the value. The subschemas of
+`_SAME_VALUE` describe the whole value. Those of `$defs` and `definitions` are used only where a
+`$ref` points to them. The subschemas of all other keywords describe parts of the value, such as
+items."""
 _MAX_EXCERPT_CHARS: Final = 80
 _MAX_JOINED_PATTERNS: Final = 8
 """Limit on the patterns that one string must match. llguidance's time doubles with each pattern: 12

@@ -144,8 +144,9 @@ class BoundedH2(H2Connection):
     def close(self) -> None:
         """Receive no more frames, and clear the table of methods that handle them.
 
-        The methods refer to this object, which refers to the table. Without this cycle, the
-        object's memory is freed at once when the object is no longer used.
+        The table refers to the methods, the methods to this object, and this object to the table.
+        Clearing the table breaks this cycle, so the object's memory is freed as soon as the object
+        is no longer used.
         """
         self._frame_dispatch_table.clear()
 

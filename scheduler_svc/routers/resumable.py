@@ -150,8 +150,8 @@ class _Source:
     """Outputs that have not been sorted by sequence yet."""
     num_unread_bytes: int = 0
     redirects: dict[RouterStream, dict[int, int]] = field(default_factory=dict)
-    """The new keys of resumed sequences, by the stream that has resumed them. Each inner map leads
-    from a sequence's key on this stream to its key on the resuming stream."""
+    """The new keys of the sequences that other streams have resumed. For each of these streams, a
+    map leads from a sequence's key on this source's stream to its key on the resuming stream."""
 
 
 class ResumableRequests:
@@ -177,8 +177,9 @@ class ResumableRequests:
         """The size of all requests at the last `expire`, plus the size of requests added since."""
         self._sources: dict[SourceId, _Source] = {}
         self._resumed: dict[RouterStream, dict[int, tuple[SourceId, SeqKey]]] = {}
-        """The sequences of resumed requests, by the stream that has resumed them. Each inner map
-        leads from a sequence's key on the resuming stream to its source and key in the core."""
+        """For each stream that has resumed requests, a map of the requests' sequences. It leads
+        from a sequence's key on that stream to the source id and the key that the core has for it.
+        """
 
     def __len__(self) -> int:
         return len(self._requests)

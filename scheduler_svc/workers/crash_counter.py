@@ -27,7 +27,7 @@ class CrashCounter:
         return max(self._key_to_count.pop((request.source, key), 0) for key in keys)
 
     def take_after_loss(self, request: Request, progress: Progress) -> int:
-        """Remove the count of a request after the loss of this worker; return the updated count."""
+        """Remove a request's count after this worker was lost; return the count with this loss."""
         num_crashes = self.take(request)
         match progress:
             case Progress.SOME:

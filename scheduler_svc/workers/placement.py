@@ -45,9 +45,9 @@ weighs as much as 32 sequences. `bench/placement.py --sweep` shows that values f
 about as well."""
 MAX_BESIDE_DECODES: Final = 256
 """If there are prefill workers, a decode worker takes a prompt only if its prefix cache lacks at
-most this many of the prompt's tokens. So few tokens hardly lengthen a step that decodes: a GPU
-computes about as many while it reads the weights of an 8B model, and every step reads the weights.
-"""
+most this many of the prompt's tokens. So few tokens hardly lengthen a step that decodes: every
+step reads the weights, and while a GPU reads the weights of an 8B model, it can compute about 256
+tokens."""
 _NOTHING_YET = OutputSoFar(token_ids=np.empty(0, dtype=np.int32), finished=False)
 
 
@@ -73,7 +73,8 @@ class WorkerLoad:
     max_request_len: int
     """The limit on the tokens of one sequence."""
     num_queued_tokens: int = 0
-    """Known tokens to compute, including those of sequences on the way to the queue."""
+    """How many known tokens of waiting and prefilling sequences have not been computed yet. As in
+    `num_waiting`, sequences on the way to the queue count, too."""
     is_memory_short: bool = False
     """Whether the worker is short of memory, which limits how many sequences it runs."""
 
@@ -328,8 +329,8 @@ def _candidates(
     """Return the indexes of the workers that may take a request.
 
     Only the workers with the indexes `own` are considered. Workers that are short of memory are
-    left out if another worker can take the request. But if sequences wait at all other workers, a
-    worker that is short of memory is kept if no sequence waits there.
+    left out if another worker can take the request. But if sequences wait at every worker that has
+    enough memory, the workers that are short of memory and at which no sequence waits are kept.
     """
     n = num_live_seqs(request)
     num_tokens = len(request.prompt_token_ids) + request.max_tokens

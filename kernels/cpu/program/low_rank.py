@@ -47,18 +47,19 @@ class NativeAdapter:
     def address(self) -> int:
         """The address of an array of C's structs `low_rank`.
 
-        Each map of each layer has one struct. The structs of a layer are in the order of `MAPS`.
+        Each map of each layer has one struct. The structs are ordered by layer, and within a layer
+        by the map's place in the tuple `MAPS`.
         """
         return self._table.ctypes.data
 
 
 def _spans(panels: torch.Tensor) -> torch.Tensor:
-    """Return, for each panel of B, the ranks [first, end) outside which the panel is zero.
+    """Return, for each panel of B, the interval of ranks that contains all weights other than 0.
 
-    A panel of B has 32 outputs. The intervals are int32[ceil(N / 32), 2], in which first and end
-    count pairs of ranks, of which there are R / 2. If a map of the model consists of fused maps, as
-    "qkv" does, an adapter has separate ranks for q, k and v. Then, for example, B's weights between
-    the ranks of k and the outputs of q are zero.
+    A panel of B has 32 outputs. The result is int32[ceil(N / 32), 2]: the first pair of ranks in
+    the interval, and the first pair after it. There are R / 2 pairs. If a map of the model consists
+    of fused maps, as "qkv" does, an adapter has separate ranks for q, k and v. Then, for example,
+    B's weights between the ranks of k and the outputs of q are zero.
     """
     is_used = panels.ne(0).flatten(2).any(2)  # [ceil(N / 32), R / 2]
     num_steps = is_used.shape[1]
@@ -129,8 +130,8 @@ def low_rank_calls(
         alone: [T, N], the results of the model's map without adapters.
         ranks: [T, R], memory for A x, where R is the largest rank of the step.
         out: [T, N], in other memory than `alone`.
-        is_gated: If true, the map computes `[gate, up]`, its `can_gate` must be true, and
-            `silu(gate) * up` [T, N / 2] is written to `out` instead of the sums.
+        is_gated: If true, the sums are `[gate, up]`, and `silu(gate) * up` [T, N / 2] is written to
+            `out` instead of the sums. The map's `PackedLinear.can_gate` must be true.
     """
     yield KernelCall(library.low_rank_down, (
         rows, place, x.shape[1], x.data_ptr(), ranks.data_ptr(), x.stride(0), ranks.stride(0),

@@ -30,8 +30,8 @@ def grouped_quantized_linear(
     MXFP4, uint8. `bias` is [X, N], of the dtype of `x`.
 
     Returns:
-        `out`, a new tensor [R, N]. If i is not below any end, it has no map, and row `places[i]` is
-        undefined.
+        `out`, a new tensor [R, N]. An i that is not below the last of `ends` has no map; the row
+        `places[i]` of such an i is undefined.
     """
     out = x.new_zeros(num_rows, values.shape[2])
     start = 0

@@ -74,7 +74,7 @@ def attend_positions(
 
     The softmax starts from the given `row_max` and `row_sum`, as if they came from earlier
     positions whose values are zero. Without a window, every row sees all positions in
-    [start, masked_from). So no mask is applied to these positions, because a mask costs time.
+    [start, masked_from), so these positions are computed without a mask, which saves time.
     """
     acc = tl.zeros([ROWS, VALUE_DIMS], tl.float32)
     key_head = key_cache + kv_head.to(tl.int64) * key_stride_h
@@ -293,10 +293,10 @@ def merge_parts(
 ):
     """Merge partial results: `sum_n 2^lse_n out_n / (2^sink + sum_n 2^lse_n)`, fp32 [DIMS].
 
-    Counted over both dimensions of `partial_lse`, the first partial result has the index `place`,
-    and each next one has an index that is greater by H. If none of the partial results covers a
-    position, the merged result is zero. To avoid overflow, the largest exponent is subtracted from
-    all exponents.
+    `place` is the index of the first partial result if `partial_lse` is read as an array with one
+    dimension. The index of each further partial result is greater by H than the one before. If none
+    of the partial results covers a position, the merged result is zero. To avoid overflow, the
+    largest exponent is subtracted from all exponents.
     """
     dim = tl.arange(0, DIMS)
     part = tl.arange(0, PARTS)

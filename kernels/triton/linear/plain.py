@@ -31,8 +31,9 @@ def _linear_kernel(
     """`out = x @ weight.T + bias`, with fp32 sums.
 
     There is one program for each tile of `out`. All programs add their products in the same order,
-    from the first to the last input feature. Programs with the same columns run one after another,
-    so all but the first can find the weights in the device's cache.
+    from the first to the last input feature. Programs for the same columns of `out` read the same
+    weights. These programs run one after another, so all but the first can find the weights in the
+    device's cache.
     """
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)

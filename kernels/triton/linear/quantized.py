@@ -20,10 +20,10 @@ from kernels.triton.quantized_kv import as_bits, plain_numbers
 RUN: Final = 32
 _ONE_TILE: Final = BY_ROWS[1]
 _MAX_SPLITS: Final = 16
-"""The limit on splits of the input features. The smallest tile size is for few rows. Few rows make
-few tiles of `out`, too few to fill the device with one program each. So several programs compute a
-tile, each from a part of the input features (a split). With larger tile sizes the features are not
-split. The limit was not measured."""
+"""The limit on splits of the input features. If there are few rows, `out` has few tiles, and one
+program for each tile would not fill the device. So with the smallest tile size, which is for few
+rows, several programs compute a tile, each from a part of the input features (a split). With larger
+tile sizes the features are not split. The limit was not measured."""
 
 
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
@@ -50,7 +50,7 @@ def _quantized_linear_kernel(
 ):
     """`out = x @ (values * scale + offset) + bias`, with weights and sums computed in fp32.
 
-    There is one program for each tile of `out` and each split, which is a part of the K features.
+    The K features are divided into splits. Each tile of `out` has one program for each split.
     """
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
@@ -107,11 +107,11 @@ def dequantized_product(
 ):
     """Return the sums of `x @ (values * scale + offset)`, fp32 [ROWS, COLUMNS].
 
-    The input features are divided into pieces of RUNS runs. The sums are over the pieces from
-    `first` to `last` - 1. A weight is computed in fp32, and rounded to the dtype of `x` before its
-    product. With 4 bits, each byte holds the weights of two input features that are 16 apart. One
-    product takes all low nibbles, and another takes all high nibbles, so that no interleaving is
-    needed.
+    A run is 32 input features, and a piece is RUNS runs. The sums are over the input features of
+    the pieces from `first` to `last` - 1. A weight is computed in fp32, and rounded to the dtype of
+    `x` before its product. With 4 bits, each byte holds the weights of two input features that are
+    16 apart. One product takes all low nibbles, and another takes all high nibbles, so that no
+    interleaving is needed.
     """
     dtype: tl.constexpr = x_row.dtype.element_ty
     is_mxfp4: tl.constexpr = scales.dtype.element_ty == tl.uint8
@@ -225,11 +225,11 @@ def quantized_linear(
 ) -> torch.Tensor:
     """Return what `kernels.reference.quantized_linear` returns for the same arguments.
 
-    `values`, `scales` and `offsets` must be contiguous. Other rows affect a row's result only
-    through their number, which decides the tile size and the number of splits. If `has_one_tile`,
-    there is only one tile size and no split, so other rows do not affect a row's result at all. If
-    T is at most 16, there can be 16 splits, whose sums need up to 16 * T * N fp32 numbers of
-    scratch memory.
+    `values`, `scales` and `offsets` must be contiguous. A row's result depends on the number of
+    rows, which decides the tile size and the number of splits, but not on the contents of other
+    rows. If `has_one_tile`, there is only one tile size and no split, so a row's result does not
+    depend on the number of rows either. If T is at most 16, there can be 16 splits, whose sums need
+    up to 16 * T * N fp32 numbers of scratch memory.
 
     Raises:
         ValueError: shapes, dtypes, devices or strides do not fit.

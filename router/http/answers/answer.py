@@ -260,13 +260,13 @@ class _Chunks:
             self._num_tokens = self._position.num_tokens
         self._usages: list[Usage] = []
         self._mark = uuid.uuid4().hex
-        """A unique text that `_make_frame` puts into an event, to find where the text belongs."""
+        """A unique text: `_make_frame` serializes an event with it, and splits the event there."""
         self._has_frames = call.usage_in_stream is not UsageInStream.ALWAYS
         self._frames: dict[int, tuple[bytes, bytes]] = {}
         """Maps a choice's index to a frame: an event's bytes before and after the text's JSON."""
         self._is_text_only = self._has_frames and self._position is None and call.shape.is_text_only
-        """Whether a delta is sent as its choice's frame and the new text between the frame's parts,
-        once the choice has a frame."""
+        """Whether a delta's event needs only the delta's text, once the choice has a frame. If so,
+        the text is sent between the frame's two parts, without a call of `shape.delta`."""
 
     def sink(self, i: int) -> Callable[[Event], None]:
         """Return the function that sends an event of request `i`."""

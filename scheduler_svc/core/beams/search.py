@@ -7,8 +7,8 @@ first. A continuation ends with an end token or at the maximum length. If one of
 continuations ends, it becomes a hypothesis; the best `width` hypotheses are kept. Of the
 continuations that do not end, the first `width` become the next beams.
 
-If two continuations of different beams are equally likely, that of the better beam comes first. If
-they are of the same beam, they keep the order in which the worker reported them.
+If continuations of different beams are equally likely, the continuation of the better beam comes
+first. Equally likely continuations of one beam keep the order in which the worker reported them.
 """
 
 from collections.abc import Sequence

@@ -82,7 +82,7 @@ class KvGroups:
         """Return where a starting sequence needs new blocks: places from block index `first` on.
 
         Args:
-            first: How many block indices the reused prefix has.
+            first: How many block indices the reused prefix covers.
             num_computed: How many of the sequence's tokens already have KV.
             num_blocks: The number of block indices of the sequence's known tokens.
         """

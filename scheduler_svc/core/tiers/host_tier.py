@@ -5,9 +5,10 @@ Callers add moves at any time, and a plan sends them. A step swaps out or swaps 
 next plan has all pending swap-outs, because it may overwrite their device blocks.
 
 Swap-ins wait for a plan without swap-outs. They do not wait long: while swap-ins wait, no block is
-demoted, so only preemptions cause swap-outs. Preemptions soon end, because only running sequences
-can be preempted. A swap-in holds a reference to its host block from the call of `swap_in` until the
-result of its step. The sequences that wait for the swap-in hold the device block.
+demoted, so only preemptions cause swap-outs. Preemptions soon end, because each of them leaves
+fewer running sequences, and only running sequences can be preempted. A swap-in holds a reference to
+its host block from the call of `swap_in` until the result of its step. The sequences that wait for
+the swap-in hold the device block.
 """
 
 from collections import deque
@@ -177,7 +178,8 @@ class HostTier:
     def take_free(self) -> HostBlockId:
         """Allocate a host block, and cancel the swap-out to this block if one is pending.
 
-        One is pending if the block was freed or evicted before a plan sent its swap-out.
+        A swap-out to a free block is pending if the block was freed or evicted before a plan sent
+        the swap-out.
         """
         (block,) = self.pool.allocate(1)
         self._swap_outs.pop(block, None)
