@@ -18,7 +18,7 @@ _SAFETENSORS: Final = "model*.safetensors"
 _PICKLES: Final = "pytorch_model*.bin"
 POOLING: Final = "1_Pooling/config.json"
 """The file that describes the pooling of a sentence-transformers model. Such a model also has a
-`modules.json`, so this file is downloaded only if there is a `modules.json`."""
+`modules.json`; if a model has no `modules.json`, the file for the pooling is not downloaded."""
 _IN_FOLDERS: Final = "*/*"
 """A pattern of the files to skip: files in folders are other formats or training states."""
 

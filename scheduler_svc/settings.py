@@ -36,10 +36,10 @@ class SchedulerSettings(ProcessSettings):
     """Name of this scheduler in the workers' logs."""
     epoch: Annotated[int, Field(ge=1, lt=2**64)] | None = None
     """This scheduler's epoch; workers obey only the scheduler with the newest epoch. By default it
-    is the time of the start, in nanoseconds since 1970, plus a random number below 65,536. If
-    workers have already seen an epoch after the time of the start, the random number is added to
-    the newest of these epochs plus 1 instead. So a scheduler that starts later takes over, and of
-    several schedulers that start at the same time, one takes over."""
+    is the sum of two numbers. The first is the time of the start, in nanoseconds since 1970, or 1
+    more than the newest epoch that workers have seen, whichever is greater. The second is a random
+    number below 65,536. So a scheduler that starts later takes over, and of several schedulers that
+    start at the same time, one takes over."""
     standby: bool = False
     """Whether to wait until no worker has a scheduler, and then to take over. A scheduler that
     waits opens no port, except with --standby-http. Among several schedulers with this flag, one
@@ -113,11 +113,10 @@ class SchedulerSettings(ProcessSettings):
     """The limit on prompt tokens of one sequence in one step; default: the worker's limit."""
     long_prefill_threshold: Annotated[int, Field(ge=0)] | None = None
     """A prompt with more tokens to compute than this is long: it leaves half of a step to other
-    prompts, and short prompts overtake it. Default: half of the tokens that keep the device busy,
-    which is 256 on a CPU and 1024 on a GPU, or half of the tokens that a step may have, if that is
-    less. 0: all prompts are short. Then max_decode_slowdown has hardly any effect on a step with
-    fewer than 16 decodes, because beside so few decodes, short prompts are computed in one or two
-    steps, even if these steps take long."""
+    prompts, and short prompts overtake it. Default: 256 on a CPU and 1024 on a GPU, but
+    at most half of the tokens that a step may have. 0: all prompts are short. With 0,
+    max_decode_slowdown hardly limits steps with fewer than 16 decodes: beside so few decodes, all
+    short prompts are computed in one or two steps, even if these steps take long."""
     max_long_prefills: PositiveInt = 1
     """At most this many long prompts are computed at the same time."""
     max_decode_slowdown: Annotated[float, Field(gt=1)] = 1.4

@@ -225,8 +225,8 @@ def _layer_groups(
 ) -> LayerGroups:
     """Return the KV groups of the model's layers.
 
-    With a draft model, all layers are in one group without a window, because both models use the
-    same block numbers. If this rank holds only some of the layers, they are in one such group, too.
+    In two cases there is only one group, which has no window: with a draft model, because both
+    models use the same block numbers, and if this rank holds only some of the layers.
     """
     num_layers = len(place.layers(config.num_layers))
     is_whole = num_layers == config.num_layers

@@ -140,7 +140,11 @@ def _open_transfer(
 def _load_adapter(
     settings: WorkerSettings, load_one: Callable[[str, Path], Adapter]
 ) -> AdapterLoader:
-    """Return a loader of LoRA adapters. Its errors can be sent to callers of `AdapterService`."""
+    """Return a loader of LoRA adapters.
+
+    If an adapter cannot be loaded, the loader raises an error that `AdapterService` sends to its
+    caller.
+    """
     if (obstacle := settings.adapter_obstacle) is not None:
         return refuse_adapters(obstacle)
 

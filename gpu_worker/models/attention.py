@@ -64,10 +64,10 @@ class AttentionMetadata:
     shared: SharedPrefixes | None = None
     """The prefixes that decodes share; None: each decode reads its whole context separately."""
     attend_between: AttendBetween | None = None
-    """Called in place of each layer's attention while graphs without attention are captured. During
-    the capture, the fields that describe sequences are not valid, because each step that replays
-    the graphs has other sequences. But `slot_mapping` is valid: a replay fills it with its step's
-    slots."""
+    """Called in place of each layer's attention while graphs without attention are captured. The
+    graphs are replayed in steps with other sequences, so during the capture the fields that
+    describe sequences have no values. The graphs can read `slot_mapping`: before each replay, the
+    slots of the step are written to this tensor."""
 
     def in_layer(self, pool: KvPool, layer: int) -> "AttentionMetadata":
         """Return the metadata with the slots and block tables of a layer."""
@@ -113,9 +113,10 @@ class AttentionMetadata:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class WantedTokens:
-    """The tokens whose final hidden states are wanted: a sequence's last tokens, or none of them.
+    """The tokens whose final hidden states are wanted, because the step samples from them.
 
-    The last layer stores K and V of all tokens, but then computes only these tokens.
+    Of each sequence these are the last tokens, or none if the step samples nothing for the
+    sequence. The last layer stores K and V of all tokens, but then computes only these tokens.
     """
 
     places: torch.Tensor

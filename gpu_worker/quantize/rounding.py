@@ -112,7 +112,8 @@ def _fit_grid(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the scales and zeros, float32[N, G], of the grids with the least rounding error.
 
-    The squared error of each input feature is multiplied by the feature's entry in `squares`.
+    A grid's error is a sum over the weights that are rounded to this grid. Each summand is the
+    squared error of a weight, times the entry of `squares` for the weight's input feature.
     """
     groups = weight.view(weight.shape[0], -1, group_size)
     importance = squares.float().view(1, -1, group_size)

@@ -2,20 +2,21 @@
 
 A guess that is kept gains one token. A guess takes time, in which the batch could have gained
 other tokens: these tokens are the guess's cost. So a guess is made if the chance that it is kept
-exceeds its cost. Chances and costs are learned from past steps. A step of `T` tokens takes about
-`a + b T` seconds, so a guess takes `d` seconds to make and `b` seconds to verify. If all rows
-together gain `r` tokens per second, a guess costs `r (b + d)` tokens. Let `p` be the chance that a
-row's next guess is kept. The row's j-th guess is kept only if all guesses before it are kept, so
-the chance of the j-th guess is about `p^j`. The row gets k guesses, where k is the largest number
-with::
+exceeds its cost. Chances and costs are learned from past steps. A guess takes `d` seconds to make.
+A step of `T` tokens takes about `a + b T` seconds, so verifying a guess takes `b` seconds more. If
+all rows together gain `r` tokens per second, a guess costs `r (b + d)` tokens. Let `p` be the
+chance that a row's next guess is kept. The row's j-th guess is kept only if all guesses before it
+are kept, so the chance of the j-th guess is about `p^j`. The row gets k guesses, where k is the
+largest number with::
 
     p^k >= r (b + d)
 
 A small batch leaves most of the device unused: `a` is most of a step, and even poor guesses save
-time. In a large batch `b T` is most of a step, so `r b` is close to 1, and nothing is guessed. A
-row whose guesses fail gets no guesses either; because old observations fade, the row is tried again
-later. One step in 32 does the opposite: it guesses although no guess pays, or does not guess
-although guesses pay. So the costs of steps with and without guesses stay known.
+time. In a large batch `b T` is most of a step. Without guesses such a step gains about `T` tokens
+in `b T` seconds, so `r` is about `1 / b`, and a guess would cost at least about one token. So
+nothing is guessed. A row whose guesses fail gets no guesses either; because old observations fade,
+the row is tried again later. One step in 32 does the opposite: it guesses although no guess pays,
+or does not guess although guesses pay. So the costs of steps with and without guesses stay known.
 """
 
 import math
@@ -84,7 +85,10 @@ class DraftLengths:
         return steps.tokens_per_s * (steps.token_s + steps.guess_s)
 
     def learn_idle(self, rows: Int64Array) -> None:
-        """Let old guesses of `rows`, int64[N], count less after a step that made none for them."""
+        """Let old guesses of some rows count less, after a step that made no guesses for them.
+
+        `rows` is int64[N].
+        """
         self._seen[:, rows] *= _IDLE_MEMORY
 
     def learn_chances(

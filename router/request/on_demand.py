@@ -196,10 +196,10 @@ class OnDemand:
             demand.loaded_at = demand.seen_at = None
 
     def _torn(self) -> Inference | None:
-        """Return a model that requests use, but that some of its workers may have unloaded.
+        """Return a model that is in use, although some of its workers may have unloaded it.
 
-        The router has tried to unload such a model at all workers, because the model was idle. But
-        some workers could not unload the model, or have restarted with the model.
+        When such a model was idle, the router told all its workers to unload it. Some workers could
+        not unload the model, or have restarted with the model, and requests use it there again.
         """
         now = asyncio.get_running_loop().time()
         for cell, demand in self._cells.items():
@@ -302,7 +302,7 @@ class OnDemand:
     def _last_use(self, cell: Inference) -> tuple[float, float]:
         """Return a sort key: the time of the model's last use, then the time of its loading.
 
-        Models that are in use now have the same time of last use.
+        Models in use all have the same time of last use, so the time of loading orders them.
         """
         demand = self._cells[cell]
         return demand.used_at, demand.stays_since or 0.0

@@ -39,7 +39,7 @@ class ServedModel:
     def check_name(self, name: str) -> None:
         """Raise `NotFoundError` unless `name` is empty or names the model or one of its adapters.
 
-        Before a scheduler has connected, no adapters are known, so their names are refused, too.
+        Before a scheduler has connected, the router knows no adapters, and refuses their names.
         """
         if name in ("", self.name):
             return

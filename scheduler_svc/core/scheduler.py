@@ -601,8 +601,8 @@ class Scheduler:
         """Plan a chunk of a sequence's known tokens; after the last chunk, fork its siblings.
 
         A sequence with swap-ins computes from the step after the one that swaps in its last block.
-        With windows it waits until results confirm the swap-ins: before that, `RunningSet` gives it
-        no blocks for further chunks.
+        With windows, the sequence waits until results confirm its swap-ins, because before that
+        `RunningSet` gives the sequence no blocks for further chunks.
         """
         if seq.loading_block_ids and not (self.groups.is_plain and self.running.is_loaded(seq)):
             return

@@ -21,7 +21,7 @@ lowest."""
 def integer_tensors(stored: IntegerFormat, num_out: int, num_in: int) -> dict[str, TensorSpec]:
     """Return shape and dtype of each tensor of a map, except `g_idx`.
 
-    The keys are the last parts of the tensors' names.
+    The keys are the tensors' names without the map's name, such as "qweight".
     """
     per_word = 32 // stored.bits
     num_groups = num_in // (stored.group_size or num_in)

@@ -366,8 +366,9 @@ def prepare_prefill(
 
     With `is_whole`, positions are never split, so no bit of a result depends on T. With `is_whole`,
     the compiler also does not fuse products and sums, so no bit depends on how a sequence was cut
-    into chunks. Otherwise the compiler might fuse them in tiles of positions that need no mask, but
-    not in tiles that need a mask, and the chunks decide which tiles need a mask.
+    into chunks. Without `is_whole`, the compiler might fuse products and sums in tiles of positions
+    that need no mask, but not in tiles that need a mask. Which tiles need a mask depends on how the
+    sequence was cut, so the last bits would depend on it, too.
 
     Raises:
         ValueError: an argument does not fit, as in `paged_attention_prefill`.
@@ -419,9 +420,9 @@ class SharedLaunch(Protocol):
     ) -> None:
         """Write partial results for the positions that sequences share.
 
-        These results come first among the N partial results of a sequence; `prepare_shared` returns
-        their number. `partial_out` is fp32 [S, N, H, D], and `partial_lse`, to base 2, is fp32
-        [S, N, H]; both are contiguous.
+        Each sequence has N partial results. The first of them are written here; `prepare_shared`
+        returns how many these are. `partial_out` is fp32 [S, N, H, D], and `partial_lse`, to base
+        2, is fp32 [S, N, H]; both are contiguous.
         """
 
 

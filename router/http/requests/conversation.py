@@ -42,7 +42,7 @@ class Conversation:
     thinking_budget: int | None = None
     """Limit on thinking tokens; at the limit, a grammar forces the marker that ends thinking."""
     effort: Effort | None = None
-    """How much to think. A request is refused if the chat template does not support this."""
+    """How much to think; requests with an effort need a chat template that supports it."""
     continued: str = ""
     """The assistant's last message, if outputs continue it."""
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)

@@ -227,7 +227,8 @@ class Moves:
         """Queue the sequences with these output indices; free the other sequences' host blocks.
 
         Args:
-            import_id: The import. Unless `output_indices` is empty, the KV has been copied.
+            import_id: The import. The caller must have copied its KV, unless `output_indices` is
+                empty.
             output_indices: The result of `end_export`, which leaves out the sequences that ended
                 during the move. Empty if the move was given up.
 

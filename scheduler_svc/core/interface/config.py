@@ -87,8 +87,8 @@ class SchedulerConfig:
     """Whether host and device blocks are in the same memory, as on a CPU. A swap then frees no
     memory."""
     bytes_per_block: int = 0
-    """Size of a block in device memory. With this size the core estimates how long copies take,
-    even if the worker packs host and disk blocks."""
+    """Size of a block in device memory. The core estimates the times of copies from this size,
+    although host and disk blocks are smaller if a codec encodes them."""
     swap_bytes_per_s: float = 0.0
     """The measured rate of copies between device and host; 0: unknown."""
     prefill_tokens_per_s: float = 0.0
@@ -109,12 +109,12 @@ class SchedulerConfig:
     long_prefill_threshold: int | None = None
     """A sequence with more known tokens to compute than this is long: it leaves half of a step to
     other sequences, and short sequences may overtake it. 0: no sequence is long. None: half of
-    `busy_step_tokens`, so a prompt that is not long fits into one step."""
+    `busy_step_tokens`."""
     max_long_prefills: int = 1
     """At most this many long sequences compute their known tokens at the same time."""
     claim_s: float = 10.0
     """How long, at most, a new scheduler reserves the rows and blocks of the earlier scheduler's
-    requests, so that these requests can continue in them when routers submit them again."""
+    requests. When a router submits such a request again, the request keeps its rows and blocks."""
     takes_whole_prompts: bool = False
     """Whether a prompt must be computed in one step. If so, the token budget must be at least
     `max_model_len` - 1, the length of the longest prompt."""

@@ -9,8 +9,8 @@ block table first:
     lru    When a table is dropped, its last blocks become available first.
     lfu    A hit of a block is also a hit of all blocks before it, so earlier blocks have at least
            as many hits. Ties are broken as in lru.
-    fifo   When a table is dropped, each of its blocks becomes as young as the youngest of the
-           table's later blocks, unless it is younger itself. Ties are broken as in lru.
+    fifo   When a table is dropped, a block that is older than a block behind it in the table
+           becomes as young as that block. Ties are broken as in lru.
 """
 
 from collections import OrderedDict
@@ -25,8 +25,9 @@ from scheduler_svc.core.space.marked_heap import MarkedHeap
 class EvictionOrder(Protocol):
     """The cached blocks of one pool in the order of eviction.
 
-    A held block is not in the order, but may get into it later. So `Lfu` also counts the hits of
-    held blocks, and `Fifo` ranks blocks that are still held when their table is dropped.
+    Held blocks are not in the order. A held block gets into the order when its last holder drops
+    it, so its rank must be known before: `Lfu` also counts the hits of held blocks, and `Fifo`
+    ranks the blocks of a dropped table while they are still held.
     """
 
     uses_tables: bool
@@ -139,8 +140,9 @@ class Lfu(_Ranked):
 class Fifo(_Ranked):
     """Orders blocks by age, oldest first.
 
-    A block's age counts from when a block table that contains it is dropped for the first time. If
-    a later block of a dropped table is younger, the block becomes as young as that later block.
+    A block's age counts from the first time that a block table with this block is dropped. When a
+    table is dropped, a block that is older than a block behind it in the table becomes as young as
+    that block.
     """
 
     uses_tables = True
@@ -153,7 +155,11 @@ class Fifo(_Ranked):
         """Do nothing: hits do not change this order."""
 
     def on_table_dropped(self, hashes: Iterable[BlockHash]) -> None:
-        """Rank the table's new blocks as the youngest; rank no block below a later block."""
+        """Rank the blocks of a table that is dropped.
+
+        Blocks without a rank get a new rank, the highest. A block that then ranks below a block
+        behind it in the table gets that block's rank.
+        """
         self._num_tables += 1
         rank = 0
         for block_hash in hashes:

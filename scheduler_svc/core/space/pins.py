@@ -186,7 +186,7 @@ class Pins:
     def give_up(self, count: int) -> bool:
         """Drop up to `count` pins, those that end first; return False if no block was pinned.
 
-        A block that has other holders does not become available when its pin is dropped.
+        The blocks of dropped pins become available, except those that have other holders.
         """
         any_pinned = bool(self._ends)
         for _ in range(count):

@@ -1,9 +1,10 @@
 """The disk tier: its blocks, and moves between disk blocks and host blocks.
 
 A plan starts a move, and the result of the plan's step or of a later step reports the end of the
-move. A pending store always starts with the next plan, because the same plan may overwrite the host
-block; the worker starts a plan's stores before its swaps. Pending loads start oldest first, at most
-`max_disk_moves` at a time, and never wait for stores.
+move. A requested store always starts with the next plan, because the swaps of the next plan may
+overwrite the host block. The worker starts a plan's stores before the plan's swaps, so the content
+is still there. Requested loads start oldest first. At most `max_disk_moves` loads are in progress
+at a time; further loads wait, but never for stores.
 
 Swapped sequences may hold disk blocks. Moves hold blocks, too:
 
@@ -163,13 +164,14 @@ class DiskTier:
         """Store a host block if the disk lacks its content; the next plan may overwrite `block`.
 
         Args:
-            block: The host block. Its content must come from plans that were already sent, because
-                the worker starts the stores of the next plan before the swaps of that plan. A disk
-                block must be available.
+            block: The host block. Its content must have been written by plans that were already
+                sent. The store is part of the next plan, and starts before the next plan's swaps,
+                so it cannot store what these swaps write. A disk block must be available.
             block_hash: The hash of the block's content; None: no lookup may find the content.
 
         Returns:
-            The disk block. The caller holds it, too, and must drop it from `pool` later.
+            The disk block. The caller becomes a holder of this block, and must drop the block from
+            `pool` later.
         """
         if block_hash is not None and (known := self._find(block_hash)) is not None:
             self.pool.share([known])
@@ -212,8 +214,8 @@ class DiskTier:
 
         Args:
             source: The disk block.
-            target: A newly allocated host block. The load holds it in place of the caller, and
-                drops it when the load ends.
+            target: A newly allocated host block, which the caller holds. From this call on, the
+                load holds the block instead of the caller, until the load ends.
             block_hash: The hash of the content; None: no lookup may find the content.
         """
         self.pool.share([source])
