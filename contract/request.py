@@ -80,9 +80,9 @@ class GenerateRequest:
     policy does not, requests with priority -100 go last."""
     tenant: str = ""
     truncate_prompt_tokens: int | None = None
-    """If set, only the last tokens of the prompt are used: this many, or for -1 as many as leave
-    room for `max_tokens`. A request for an embedding or a score uses the first tokens instead; with
-    a pair of texts, the second text is cut."""
+    """How many of the prompt's last tokens are used. None: the whole prompt is used; -1: as many
+    tokens as leave room for `max_tokens`. A request for an embedding or a score uses the first
+    tokens instead; with a pair of texts, the second text is cut."""
     cuts_max_tokens: bool = False
     """Whether `max_tokens` is lowered if it does not fit the context."""
     bad_words: tuple[str, ...] = ()

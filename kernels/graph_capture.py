@@ -16,7 +16,7 @@ def begin_capture(graph: torch.cuda.CUDAGraph, pool: Any) -> None:
 
 
 def abandon_capture(graph: torch.cuda.CUDAGraph, pool: Any, device_index: int) -> None:
-    """Restore torch's state after a capture has failed, at whichever point."""
+    """Restore torch's state after a failed capture, wherever the capture failed."""
     with contextlib.suppress(RuntimeError):  # there is no capture to end, or it has failed
         graph.capture_end()
     with contextlib.suppress(RuntimeError):  # the allocator has already ended its part

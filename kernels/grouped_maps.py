@@ -15,9 +15,11 @@ class GroupedMaps:
     """The weights of X maps from K to N features, which a kernel finds by their addresses.
 
     If `is_by_input`, a *whole* weight is `[K, N]`, with a row for each input feature. A weight may
-    have rows for only the first inputs; its map ignores the other inputs. Otherwise a whole weight
-    is `[N, K]`, with a row for each output feature. A weight may have rows for only the first
-    outputs; its map does not write the other outputs. Rows are dense.
+    have rows for only the first inputs; its map ignores the other inputs.
+
+    If `is_by_input` is false, a whole weight is `[N, K]`, with a row for each output feature. A
+    weight may have rows for only the first outputs; its map does not write the other outputs. Rows
+    are dense.
     """
 
     num_in: int

@@ -69,10 +69,10 @@ class DiskPool:
 
     The scheduler allocates the blocks; the pool does not know which sequences use them.
 
-    `store` copies its source blocks at once to a staging area of bounded size. The stores of a step
-    wait briefly for room there. If there is still none, they fail, because waiting for a slow disk
-    would delay all sequences. A failed store loses only a cached block, or makes one sequence
-    recompute.
+    `store` copies its source blocks at once to a staging area of bounded size. If this area is
+    full, `store` waits briefly. If there is still no room for a block, the store of this block
+    fails, because waiting for a slow disk would delay all sequences. A failed store loses only a
+    cached block, or makes one sequence recompute.
     """
 
     def __init__(
@@ -248,7 +248,10 @@ class DiskPool:
         self._file.forget_cached_pages()
 
     def close(self) -> None:
-        """Drain, then close the file; this deletes a file without a name. Must be the last call."""
+        """Drain, then close the file. Must be the last call.
+
+        A file that has no name disappears when it is closed.
+        """
         self.drain()
         self._storing.shutdown()
         self._loading.shutdown()

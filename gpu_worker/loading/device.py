@@ -153,7 +153,8 @@ def set_amx(wanted: str, device: torch.device) -> tuple[str, ...]:
 def name_arithmetic(device: torch.device, amx_uses: Sequence[str]) -> str:
     """Return, as text, what decides the last bits of results on this device.
 
-    Versions of libraries also decide these bits, but are not in the text.
+    Versions of libraries also decide these bits. They are not in the text, because the caller adds
+    them (`gpu_worker.loading.kv_tiers.kv_identity`).
 
     On a GPU, the text names the GPU's model: libraries choose kernels by it, and Quire chooses
     tiles and the way to multiply fp8.

@@ -121,7 +121,7 @@ _NATIVE: Final = {
 
 
 class _CheckpointSource:
-    """The `ModelSource` of a model that an implementation of Quire, or a user's class, runs."""
+    """The `ModelSource` of a model that runs on Quire's own code, or on a user's class."""
 
     def __init__(
         self,

@@ -15,9 +15,9 @@ class BusyClock:
 
     A *span* is the time in which the device computes one step. On CUDA a span begins when the
     device reaches the span's first event, which the host enqueues in `begin`. The host calls
-    `begin` right before the model's first launch. If it called `begin` earlier, the device would
-    count as busy while it waits for the host, which starts block moves and gathers inputs. A clock
-    is used by one thread.
+    `begin` right before the model's first launch. Before that, the device waits while the host
+    starts block moves and gathers inputs, and this wait must not count as busy. A clock is used by
+    one thread.
     """
 
     def __init__(self, device: torch.device) -> None:

@@ -140,10 +140,11 @@ def best_of(
 def with_rules(
     text: str, device: str, how: dict[str, object], shape: LaunchShape, tuned: Iterable[Tuned]
 ) -> str:
-    """Put a rule for `shape` before the other rules of each tuned kernel; return the new text.
+    """Return `text` with a rule for `shape` before the other rules of each tuned kernel.
 
-    `text` is the content of a configuration file. Earlier rules for the same shape are removed.
-    `how` describes the measurement, and is stored with each new rule.
+    `text` is the content of a device's configuration file, which has a list of rules for each
+    kernel. Earlier rules for the same shape are removed. `how` describes the measurement, and is
+    stored with each new rule.
     """
     content: dict[str, Any] = json.loads(text)
     content["device"] = device

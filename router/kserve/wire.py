@@ -43,7 +43,7 @@ class InferCall:
     """The prompt, if each output's text must begin with it; else empty."""
     output_names: tuple[str, ...]
     raw: bool
-    """Whether the request's tensors have raw contents (`tensors.py`); then the answer's do, too."""
+    """Whether tensors have raw contents (`tensors.py`), in the request and in the answer alike."""
     timeout_s: float | None
 
 

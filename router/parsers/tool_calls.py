@@ -56,7 +56,7 @@ class Calls:
         self.new_id = new_call_id
 
     def begin(self, name: str, call_id: str = "") -> None:
-        """Begin a call; drop the text that `source` has kept: it is a part of the call."""
+        """Begin a call; the text that was read before can no longer become plain text."""
         if not name or (self.only_offered and name not in self.tools):
             raise MalformedError
         self.pieces.call(name, call_id or self.new_id())

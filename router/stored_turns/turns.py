@@ -49,12 +49,11 @@ _SWEEP_S: Final = 60.0
 _POLL_S: Final = 0.5
 """Interval at which a turn of another router is polled."""
 _MAX_RUNNING: Final = 256
-"""While a router runs this many turns of a cell that are in no group, it takes over no more such
-turns of this cell."""
+"""While a router runs this many turns of a cell, it takes over no more turns of this cell. Turns
+that are in a group are not counted; their limit is `_MAX_GROUPED`."""
 _MAX_GROUPED: Final = 32
-"""While a router runs this many turns of a cell that are in a group, such as lines of batches, it
-takes over no more such turns of this cell. The limit is low, to favour clients that wait for an
-answer."""
+"""The same limit for turns that are in a group. A batch, for example, is a group of turns, one for
+each line. The limit is low, to favour clients that wait for an answer."""
 _MAX_FAILURES: Final = 3
 """After this many failures without a new token, a turn fails for good."""
 _MIN_BACKOFF_S: Final = 0.1
@@ -322,10 +321,12 @@ class Turns:
             backoff_s = min(2 * backoff_s, _MAX_BACKOFF_S)
 
     async def _pace(self, turn: Turn) -> None:
-        """Let a turn that is in a group wait for other such turns.
+        """Delay a turn that is in a group, such as a line of a batch.
 
-        In each round of the event loop, only one of them goes on. Many lines of a batch end in the
-        same step. If they all went on at once, they would delay the tokens of waiting clients.
+        In each round of the event loop, this method returns for only one turn that is in a group.
+        Many lines of a batch end in the same step. If the router handled them all in one round, it
+        would delay the tokens of waiting clients. For a turn that is in no group, this method
+        returns at once.
         """
         if turn.group:
             async with self._pacing:

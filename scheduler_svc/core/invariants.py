@@ -121,7 +121,7 @@ def _check_queue(core: Scheduler, live: list[Sequence]) -> None:
 
 
 def _check_requests(core: Scheduler, live: list[Sequence]) -> None:
-    """Check each sibling's leader, and the count of outputs whose priority is not the lowest."""
+    """Check that each sibling has one leader; recount the outputs above the lowest priority."""
     siblings = [sibling for seq in live for sibling in seq.siblings]
     _expect(
         {seq for seq in live if seq.status is SeqStatus.SIBLING} == set(siblings)

@@ -60,8 +60,8 @@ class KvIndex:
         self._drawers: dict[int, dict[BlockHash, KvBlock]] = {0: {}}
         self._last_drawer = 0
         self._named: dict[BlockHash, tuple[BlockHash | None, str, bytes]] = {}
-        """By hash: parent, salt and tokens of blocks that `on_named` announced as about to be
-        published."""
+        """Maps the hash of a block that is about to be published (see `on_named`) to the block's
+        parent, salt and tokens."""
         self._changes: list[Change] = []
 
     def __len__(self) -> int:

@@ -1,7 +1,7 @@
 """Converts reports about workers: their load and activity, and which sequence holds which blocks.
 
-A message is made from an object, such as a `StepRecord`. The fields that have the same name in both
-are copied by name.
+Many messages are made from an object of this process, such as a `StepRecord`. Fields that have the
+same name in the message and in the object are copied by name.
 """
 
 from collections.abc import Collection, Sequence

@@ -174,8 +174,8 @@ class WorkerLink:
 
         Raises:
             QuireError: The copy failed. Unless the worker is lost, nothing writes to `targets` any
-                more. A deadline of this call could pass while the worker still writes, so only the
-                worker limits the time of a copy.
+                more. This call has no deadline, because the deadline could pass while the worker
+                still writes. The worker limits the time of the copy.
         """
         request = worker_pb2.PullKvRequest(
             epoch=self._config.epoch,
@@ -191,8 +191,8 @@ class WorkerLink:
         """Make the worker store host blocks in the far tier; see `WorkerService.StoreKv`.
 
         Returns:
-            The number of blocks that the far tier takes, which are the first ones of
-            `host_block_ids`. It has no room for the others.
+            How many blocks the far tier takes. These are the first ones of `host_block_ids`; the
+            far tier has no room for the others.
 
         Raises:
             QuireError: The worker refused, or is lost.
@@ -210,7 +210,7 @@ class WorkerLink:
         """Make the worker fetch blocks from the far tier; see `WorkerService.FetchKv`.
 
         Returns:
-            The number of blocks that have arrived, which are the first ones of `host_block_ids`.
+            How many blocks have arrived. These are the first ones of `host_block_ids`.
 
         Raises:
             QuireError: The fetch failed. Unless the worker is lost, nothing writes to the blocks

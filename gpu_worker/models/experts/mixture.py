@@ -127,8 +127,8 @@ class ExpertsAndShared:
     routed: FeedForward
     shared: GatedMlp
     gate: Linear | None = None
-    """Maps `[T, E]` to `[T, 1]`; the shared expert's share is the sigmoid of the result. None: the
-    share is 1."""
+    """Maps `[T, E]` to `[T, 1]`. The shared expert's output is multiplied by the sigmoid of this
+    result. None: the output is not multiplied."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """`[T, E]` to `[T, E]`."""

@@ -51,10 +51,10 @@ class LlamaDecoder:
     windowed_cos_sin: torch.Tensor | None = None
     """The table of the layers with a window. If None, these layers use `cos_sin`, too."""
     half_by_half: torch.Tensor | None = None
-    """int64[D], or None. How to reorder a head's dimensions in a model whose rotation pairs
-    neighbouring dimensions. `rotary_store_kv` pairs dimension i of the first half with dimension i
-    of the second half. So the first dimension of each pair goes to the first half, and the second
-    dimension to the second half."""
+    """int64[D]: how to reorder a head's dimensions in a model whose rotation pairs neighbouring
+    dimensions; None for other models. `rotary_store_kv` pairs dimension i of the first half with
+    dimension i of the second half. So the first dimension of each pair goes to the first half, and
+    the second dimension to the second half."""
     embedding_scale: float | None = None
     """Multiplies the embedding of a token; None: it is not scaled."""
     ranks: Ranks | None = None

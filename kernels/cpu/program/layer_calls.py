@@ -25,7 +25,11 @@ _DTYPE: Final = DTYPES[torch.bfloat16]
 
 
 class RowFields(NamedTuple):
-    """The `StepField`s for all tokens of a step (`ALL`), or for the wanted tokens (`WANTED`)."""
+    """Inputs of a step that describe the tokens that a call computes.
+
+    `ALL` stands for all tokens of the step, `WANTED` for the tokens whose final hidden states are
+    wanted.
+    """
 
     num: Field
     starts: Field
@@ -89,12 +93,12 @@ class LayerCalls:
             before: The workspace of the previous layer; None for the first layer.
             work: The workspace to which the layer's calls write.
             attention: The calls that `attend` returned for this layer.
-            ahead: Which keys and values each linear map of the layer prefetches for a later call of
-                attention; the keys of `ahead` are names in MAPS.
-            wanted: The workspace for the tokens whose final hidden states are wanted. It is given
-                only for the last layer, and only if some tokens are not wanted. Then the layer
-                stores keys and values of all tokens, but computes attention and all that follows
-                for the wanted tokens only.
+            ahead: Which KV each linear map of the layer prefetches for a later call of attention,
+                by the name of the linear map (see MAPS).
+            wanted: The workspace for the tokens whose final hidden states are wanted; None: all
+                tokens are wanted, or this is not the last layer. If it is given, the layer stores
+                keys and values of all tokens, but computes attention and all that follows for the
+                wanted tokens only.
         """
         residual: Field
         if before is None:

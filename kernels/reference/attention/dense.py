@@ -1,4 +1,6 @@
-"""Causal attention to contiguous keys and values, called by the torch twins of attention kernels.
+"""Causal attention to contiguous keys and values.
+
+The plain-torch versions of attention kernels (`kernels/reference`) call it.
 
 Symbols: `Q` query tokens, `K` keys, `H` query heads, `HKV` kv heads, `D` head dim of queries and
 keys, `DV` that of values.

@@ -139,7 +139,7 @@ def _fingerprint(upload: Upload, kept_s: int | None) -> bytes:
 
 
 def _kept_s(fields: Mapping[str, str]) -> int | None:
-    """Return after how many seconds the file expires, by its `expires_after`; None: never.
+    """Return the seconds until the file expires (`expires_after`); None: it never expires.
 
     May raise InvalidArgumentError.
     """

@@ -59,8 +59,8 @@ _UNSUPPORTED: Final = (
     "prompt_logprobs",
     "return_token_ids",
 )
-"""Fields that a batch's line must not set. Some make no sense in a file (`stream`); the others ask
-for data that a stored turn does not have (`prompt_logprobs`)."""
+"""Fields that a batch's line must not set. Some, such as `stream`, make no sense in a batch. The
+others, such as `prompt_logprobs`, ask for data that a stored turn does not have."""
 
 _CLIENTS_FAULT: Final = (
     grpc.StatusCode.INVALID_ARGUMENT.value[0],

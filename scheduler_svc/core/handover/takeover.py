@@ -23,7 +23,7 @@ each part of this report as follows:
 Unclaimed rows and their blocks stay reserved for `claim_s` seconds. After the first `REUNION_S`
 seconds, rows may be freed before `claim_s` ends: one at a time, and only if nothing could run
 otherwise. No row is freed in the first `REUNION_S` seconds, because routers submit their requests
-one by one, and the first request could take the blocks in which the second would continue. When a
+one by one, and a row that is still unclaimed may belong to a request that has not come yet. When a
 row is freed, its labelled blocks stay cached, and its blocks without labels become free.
 
 The worker may have sampled tokens that the router has not received. The core reports these tokens
@@ -274,10 +274,10 @@ class Takeover:
     def _continue(self, seq: Sequence, row: HeldRow) -> bool:
         """Start a sequence in the blocks of its row; from now on the sequence holds the blocks.
 
-        The sequence will write to its last block if this block is not full. So if such a block is
-        shared or has a hash, the sequence gets a copy of it. Blocks without computed tokens are
-        dropped, and missing blocks are allocated. If too few blocks are available, the sequence
-        waits with its KV on the host.
+        If the last block is not full, the sequence will write to it. So if this block is shared or
+        has a hash, the sequence gets a copy of it. Blocks without computed tokens are dropped, and
+        missing blocks are allocated. If too few blocks are available, the sequence waits with its
+        KV on the host.
 
         Returns:
             Whether the sequence runs or waits with its KV on the host. If not, the row was freed.

@@ -14,7 +14,7 @@ class Progress(Enum):
     """The progress of a request since its sequences last got rows."""
 
     WAITED = "waited"
-    """No plan has named a running sequence of the request yet; perhaps none is running."""
+    """No sequence of the request is running, or no plan has named a running one yet."""
     NONE = "none"
     """Plans have named running sequences of the request, but none of them has gained a token."""
     SOME = "some"
