@@ -44,8 +44,8 @@ def device_total_bytes(device: torch.device) -> int:
 def _reclaimable_bytes() -> int:
     """Return the bytes of page cache that count as used but are freed when memory is needed.
 
-    Recently used pages are included, except mapped ones. If all recently used pages were left out,
-    a growing page cache would look like a memory shortage.
+    Recently used pages of files are included, except as many as are mapped into processes. If all
+    recently used pages were left out, a growing page cache would look like a memory shortage.
     """
     stat = _CGROUP / "memory.stat"
     lines = stat.read_text().splitlines() if stat.exists() else []
