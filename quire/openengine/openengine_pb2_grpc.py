@@ -26,8 +26,8 @@ if _version_not_supported:
 
 
 class InferenceStub(object):
-    """Generates tokens. One engine is a whole cell: a router answers, and any of the cell's schedulers
-    and workers may compute. A request continues if its scheduler or worker is lost.
+    """Generates tokens. What the protocol calls an engine is here a whole cell. The router answers; any of the
+    cell's schedulers may plan, and any of its workers may compute. A request continues if its scheduler or worker is lost.
 
     The metadata `openengine-priority` sets the priority, -100 to 100; `openengine-target-dp-rank` must be 0;
     `openengine-routing-key` is ignored.
@@ -47,8 +47,8 @@ class InferenceStub(object):
 
 
 class InferenceServicer(object):
-    """Generates tokens. One engine is a whole cell: a router answers, and any of the cell's schedulers
-    and workers may compute. A request continues if its scheduler or worker is lost.
+    """Generates tokens. What the protocol calls an engine is here a whole cell. The router answers; any of the
+    cell's schedulers may plan, and any of its workers may compute. A request continues if its scheduler or worker is lost.
 
     The metadata `openengine-priority` sets the priority, -100 to 100; `openengine-target-dp-rank` must be 0;
     `openengine-routing-key` is ignored.
@@ -80,8 +80,8 @@ def add_InferenceServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class Inference(object):
-    """Generates tokens. One engine is a whole cell: a router answers, and any of the cell's schedulers
-    and workers may compute. A request continues if its scheduler or worker is lost.
+    """Generates tokens. What the protocol calls an engine is here a whole cell. The router answers; any of the
+    cell's schedulers may plan, and any of its workers may compute. A request continues if its scheduler or worker is lost.
 
     The metadata `openengine-priority` sets the priority, -100 to 100; `openengine-target-dp-rank` must be 0;
     `openengine-routing-key` is ignored.

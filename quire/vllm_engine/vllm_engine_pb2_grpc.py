@@ -27,8 +27,8 @@ if _version_not_supported:
 
 
 class VllmEngineStub(object):
-    """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
-    compute.
+    """What the gateway calls an engine is here a whole cell. The router answers; any of the cell's schedulers
+    may plan, and any of its workers may compute.
 
     The gateway tokenizes and detokenizes, so requests usually have token ids, and answers have only
     token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
@@ -89,8 +89,8 @@ class VllmEngineStub(object):
 
 
 class VllmEngineServicer(object):
-    """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
-    compute.
+    """What the gateway calls an engine is here a whole cell. The router answers; any of the cell's schedulers
+    may plan, and any of its workers may compute.
 
     The gateway tokenizes and detokenizes, so requests usually have token ids, and answers have only
     token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
@@ -221,8 +221,8 @@ def add_VllmEngineServicer_to_server(servicer, server):
 
  # This class is part of an EXPERIMENTAL API.
 class VllmEngine(object):
-    """One engine is a whole cell: a router answers, and any of the cell's schedulers and workers may
-    compute.
+    """What the gateway calls an engine is here a whole cell. The router answers; any of the cell's schedulers
+    may plan, and any of its workers may compute.
 
     The gateway tokenizes and detokenizes, so requests usually have token ids, and answers have only
     token ids. A request continues if its scheduler or worker is lost. The gateway's FlushCache and
