@@ -108,9 +108,9 @@ class Plan:
     num_decodes: int
     """How many rows decode. Each computes one token, and its draft tokens if it has any."""
     released_rows: Int32Array = field(default_factory=no_ints)
-    """Rows whose sequence has ended or left, and the row of each beam that computes another token.
-    Such a beam is in `new_sequences` again, with the same row. The worker frees the rows that are
-    listed here before it adds new sequences."""
+    """Rows whose sequence has ended, was preempted or has moved to another worker, and the row of
+    each beam that computes another token. Such a beam is in `new_sequences` again, with the same
+    row. The worker frees the rows that are listed here before it adds new sequences."""
     new_sequences: tuple[NewSequence, ...] = ()
     appended_rows: Int32Array = field(default_factory=no_ints)
     """Rows whose block table gets one more block of each KV group at its end. `appended_block_ids`
@@ -126,7 +126,8 @@ class Plan:
     """Rows that compute known tokens; `chunk_lens` has the number of tokens of each."""
     chunk_lens: Int32Array = field(default_factory=no_ints)
     swap_out_src_block_ids: Int32Array = field(default_factory=no_ints)
-    """Device blocks to copy to host blocks `swap_out_dst_block_ids`, before this plan's copies."""
+    """Device blocks to copy to host blocks `swap_out_dst_block_ids`. The worker reads these device
+    blocks before this step writes to any device block."""
     swap_out_dst_block_ids: Int32Array = field(default_factory=no_ints)
     swap_in_src_block_ids: Int32Array = field(default_factory=no_ints)
     """Host blocks to copy to device blocks `swap_in_dst_block_ids`. The device blocks are valid
@@ -155,15 +156,15 @@ class Plan:
     them to a later scheduler."""
     trace_events: tuple[Any, ...] = ()
     """The events of traced sequences since the previous plan, in order: `Started` and `Preempted`
-    of `scheduler_svc/core/interface/events.py`. The scheduler makes spans from these events, and
-    does not send them."""
+    of `scheduler_svc/core/interface/events.py`. The scheduler makes spans from these events. The
+    worker does not get these events."""
     serialize: Callable[[], bytes] | None = None
     """Returns the bytes of the message in which the plan arrived. A worker of several processes
     sends these bytes to its other processes. Set only at the worker; None: there was no message."""
 
     @property
     def num_scheduled_tokens(self) -> int:
-        """Number of tokens that the step computes, without drafts."""
+        """Number of tokens that the step computes; draft tokens are not counted."""
         return self.num_decodes + (int(self.chunk_lens.sum()) if self.chunk_lens.size else 0)
 
 
@@ -172,7 +173,7 @@ class StepLogprob:
     """The log-probability of one token, and of the likeliest tokens at its position."""
 
     index: int
-    """For a sampled token: its index in `Result.sampled_rows`."""
+    """For a sampled token: its index in `Result.sampled_rows`. Meaningless for a prompt's token."""
     logprob: float
     top_token_ids: Int32Array
     """Best first; parallel to `top_logprobs`."""
@@ -242,8 +243,8 @@ class Result:
     num_computed_tokens: int = 0
     """Tokens that the step put through the model. Not sent to the scheduler."""
     head_start_s: float = 0.0
-    """How long a worker on a CPU pauses after the step, in seconds. The pause leaves the cores to
-    the processes that deliver the result. Not sent to the scheduler."""
+    """How long a worker on a CPU pauses after the step, in seconds. During the pause, the
+    processes that deliver the result can use the worker's CPU cores. Not sent to the scheduler."""
 
     # Set only at the scheduler, which reads them from the log-probabilities of beams.
     candidate_rows: Int32Array = field(default_factory=no_ints)

@@ -63,7 +63,10 @@ class LaunchedStep:
 
     @property
     def is_idle(self) -> bool:
-        """Whether the step only waits for the disk. Collecting such a step never blocks."""
+        """Whether the step computes nothing and there is a disk tier.
+
+        `collect` never waits for such a step: the result reports the disk moves that have ended.
+        """
         return self.disk_pool is not None
 
     def is_done(self) -> bool:
@@ -217,7 +220,7 @@ class Executor:
         self.labels.resize_device(num_blocks)
 
     def add_adapter(self, number: int, adapter: Adapter) -> None:
-        """Make an adapter available to new rows, under a number that was never used before."""
+        """Let new rows use an adapter as `number`; no earlier adapter may have had this number."""
         self._adapters.add(number, adapter)
 
     def remove_adapter(self, number: int) -> None:

@@ -173,7 +173,7 @@ class LiveRequest:
         self._accepted = False  # the reader has an event, so the request cannot be refused
         self._closed = False
         self._put: Callable[[Event], None] | None = None
-        """The argument of `send_to` while `send_to` runs; otherwise None."""
+        """The argument `put` of `send_to` while `send_to` runs; otherwise None."""
         self._room: ClientRoom | None = None
         self._failure: Exception | None = None
         """The error that `_put` has raised."""
@@ -353,7 +353,9 @@ class LiveRequest:
         self._observe_end(output)
 
     def flush(self) -> None:
-        """Pass the due events to the reader; must be called after the last change of a step.
+        """Give the reader the events that should be sent now.
+
+        This method must be called after the last change of a step.
 
         While `send_to` runs and the client has room, this method passes each event to the function
         `put` that `send_to` was given. Then it wakes the reader's task only if the client has no
@@ -533,9 +535,10 @@ class LiveRequest:
         return self.usage
 
     def _take_scores(self, logprobs: list[TokenLogprob]) -> PromptScores | None:
-        """Return the next log-probabilities of the prompt, at most `MAX_EVENT_TOKENS`.
+        """Return the part of `logprobs` that follows the parts of earlier calls.
 
-        Return None if the request ended before the log-probabilities of the whole prompt arrived.
+        `logprobs` are those of the prompt; a part has at most `MAX_EVENT_TOKENS` of them. Return
+        None if the request ended before the log-probabilities of the whole prompt arrived.
         """
         # All log-probabilities of the prompt arrive before the first token.
         is_complete = len(logprobs) == len(self.record.prompt_token_ids) - 1

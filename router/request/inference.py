@@ -104,8 +104,8 @@ class Inference:
         """Submit a request; the caller must use the returned `LiveRequest` in an `async with`.
 
         If `is_kept` is true, the request computes a turn, that is, a stored call
-        (`router/stored_turns`). The turn's usage is stored with the turn instead of being added to
-        `shared.usage`.
+        (`router/stored_turns`). The turn's usage is stored with the turn, and not added to the
+        router's counts (`SharedAdmission.usage`).
 
         Raises `InvalidArgumentError` that names field, value and limit; `NotFoundError` for an
         unknown model; `AlreadyExistsError` if a request with this id is live; `TooBusyError` if

@@ -145,7 +145,8 @@ class DraftedDecodes:
         self._num_slots = np.zeros(config.max_num_seqs, np.int64)
         self._length = np.zeros(config.max_num_seqs, np.int64)
         self._single = StepWheel()
-        """Sequences that get only one more token: they end without decoding."""
+        """Sequences that get their last token from the step that ends their prefill, so they never
+        decode."""
 
     @property
     def num_next(self) -> int:

@@ -20,7 +20,7 @@ class WaitingQueue:
     """A queue with two lanes, for short and long sequences.
 
     The number of long sequences that prefill at the same time is limited (`TokenBudget.may_start`).
-    While a long sequence waits for this reason, short sequences overtake it.
+    While a long sequence waits because of this limit, short sequences overtake it.
     """
 
     def __init__(self, policy: Policy, long_prefill_threshold: int) -> None:
@@ -40,8 +40,8 @@ class WaitingQueue:
         """Number of SWAPPED sequences in the queue."""
         self._seq_id_to_tokens: dict[SeqId, int] = {}
         self.num_tokens = 0
-        """Number of tokens that the queued sequences must compute, without the tokens that were
-        passed to `discount_cached`."""
+        """Number of tokens that the queued sequences must compute, less the cached tokens that
+        `discount_cached` has subtracted."""
         self.num_short_tokens = 0
         """The part of `num_tokens` that belongs to short sequences."""
         self.num_short = 0

@@ -12,8 +12,9 @@ from scheduler_svc.core.sequence import Sequence
 class Rows:
     """One row for each running sequence; the worker uses the same row numbers.
 
-    When a sequence stops, its row stays in use until no step in flight names the row. Until then
-    the row's owner is None, and results for the row are ignored.
+    When a sequence stops, steps in flight may still compute its row. So the row stays in use until
+    these steps have results. Until then the row's owner is None, and results for the row are
+    ignored.
     """
 
     def __init__(

@@ -78,8 +78,9 @@ class Session:
         self.step_log = StepLog()
         self.crashes = CrashCounter()
         self.paces_prompts = True
-        """Whether `pace` limits the time that prompts may add to a step with decodes. This limit is
-        not needed if the worker's sequences move to other workers to decode."""
+        """Whether `pace` limits the time that prompts may add to a step with decodes. The limit is
+        off while sequences move to other workers to decode, because prompts then delay hardly any
+        decode at this worker."""
         self.has_progressed = False
         """Whether the worker has returned a result."""
         self._core = core
@@ -105,7 +106,7 @@ class Session:
         self._num_expected_seqs = self._num_expected_tokens = 0
         self._is_leaving = self._is_handing_over = self._has_ended = False
         self._settled = asyncio.Event()
-        """Set when the session hands over and no step is in flight any more."""
+        """Set when no step is in flight after `hand_over`, or when the session ends."""
         self._bug: BrokenInvariantError | None = None
         """A bug in the core that `call` has found; `work` raises it, too, to end the session."""
         self._waits: list[tuple[Condition, asyncio.Future[None]]] = []
