@@ -211,8 +211,8 @@ class BatchStore:
         Returns False, and stores none, if the batch is no longer `VALIDATING`, or if another router
         is changing it at this moment.
 
-        `turns` should have at most `SLICE` turns. While a longer transaction ran, other stored calls
-        could not be written, and their clients would wait.
+        `turns` should have at most `SLICE` turns. While a longer transaction ran, other stored
+        calls could not be written, and their clients would wait.
         """
 
         def work(cursor: Cursor, db: DatabaseConnection) -> bool:
