@@ -106,7 +106,7 @@ class ThinkingMarkers:
     ends: tuple[str, ...]
     """One or more texts, each of which ends thinking."""
     has_begun: bool = False
-    """Whether the prompt ends within thinking."""
+    """Whether thinking has already begun at the end of the prompt."""
     recurs: bool = False
     """Whether thinking may begin anywhere and several times; otherwise only at the output's
     start."""

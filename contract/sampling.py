@@ -192,11 +192,11 @@ class EarlyStopping(StrEnum):
     """
 
     HEURISTIC = "heuristic"
-    """End when the best beam, if it stopped now, would score worse than every complete output."""
+    """End when the best beam, if it stopped now, would not beat the worst complete output."""
     WHEN_FULL = "when_full"
     """End as soon as there are as many complete outputs as beams."""
     NEVER = "never"
-    """End when no beam can beat the worst complete output, at any length."""
+    """End when no beam can beat the worst complete output any more, however long it becomes."""
 
     @classmethod
     def of(cls, word: "EarlyStopping | bool | Literal['never']") -> "EarlyStopping":

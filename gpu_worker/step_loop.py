@@ -34,9 +34,10 @@ from rpc.observe import timeline
 _POLL_S = 0.0002
 """While no job is queued: seconds between two checks whether the oldest launched step is done."""
 _STUCK_S = 120.0
-"""A step that takes longer counts as stuck; long prefills on a CPU take less."""
+"""Seconds after which a running step counts as stuck. Even long prefills on a CPU take less."""
 _STOP_S = 5.0
-"""How long `stop` waits for a running step; a hung device must not keep the process alive."""
+"""Seconds that `stop` waits at most for a running step. There is a limit because a hung device must
+not keep the process alive."""
 
 _T = TypeVar("_T")
 
@@ -81,8 +82,8 @@ class StepLoop:
         self._pending: deque[tuple[_Step, LaunchedStep]] = deque()
         self._attachment: int | None = None
         self._is_trusted = True
-        """Whether the labels of blocks are right. They may be wrong after a failed step, which may
-        have written to any block, until the next `attach` erases them."""
+        """Whether the labels of blocks are right. A failed step may have written to any block. So
+        after a failed step the labels may be wrong; the next `attach` erases them."""
         self._is_stopped = False
         self._busy_since_s: float | None = None
         self._failure: str | None = None
@@ -326,10 +327,10 @@ class StepLoop:
         self._is_trusted = False
 
     def _record_device_failure(self, error: Exception) -> None:
-        """Give up after a device error, because then no call to the device succeeds.
+        """If `error` is a device error, record that no step can run any more.
 
-        After such an error torch raises an AcceleratorError, and a Triton launch raises Triton's
-        own RuntimeError.
+        After a device error, every call to the device fails: torch raises an AcceleratorError, and
+        a Triton launch raises Triton's own RuntimeError.
         """
         if isinstance(error, torch.AcceleratorError) or "Triton Error [CUDA]" in str(error):
             self._give_up(f"the device failed: {error}")

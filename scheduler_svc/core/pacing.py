@@ -12,8 +12,9 @@ The pacer learns three durations from the steps:
 
 The limit of a step with decodes is never below any of these numbers:
 
-- as many tokens as take the same time as the fixed cost; fewer if these tokens and the fixed cost
-  together would take more than `_MAX_PAYING` times the allowed time
+- the number of tokens that take as long as the fixed cost, so that at most half of the time that
+  prompts add is fixed cost; fewer if these tokens and the fixed cost together would take more than
+  `_MAX_PAYING` times the allowed time
 - `least_tokens`, so that prompts do not queue up
 - the tokens that the device computes almost for free (`SchedulerConfig.min_prompt_tokens`)
 
@@ -38,13 +39,13 @@ _MIN_TOKENS = 4
 """The least that `least_tokens` returns. Measured: beside eight decodes, four prompt tokens are
 almost free, and sixteen cost nine tenths of a step ("Long prompts beside streams")."""
 _FULL_SLOWDOWN = 1.4
-"""The default of `--max-decode-slowdown`. From this value on, a step with decodes may always have
-`SchedulerConfig.min_prompt_tokens` prompt tokens. With a lower value it may always have
-proportionally fewer, so that an operator can get shorter steps. Chosen."""
+"""The default of `--max-decode-slowdown`. With this value or a higher one, a step with decodes may
+always have `SchedulerConfig.min_prompt_tokens` prompt tokens. With a lower value, the step may
+always have proportionally fewer, so that an operator can get shorter steps. Chosen."""
 _WORTH_TOKENS = 128
 """Lower bound of `max_prompt_tokens`, on any device. Derived: each step reads the weights, which
-takes as long as computing some 16 tokens. In a step of 128 tokens, this adds only an eighth to the
-time of the computation."""
+takes as long as computing some 16 tokens. In a step of 128 tokens, reading the weights adds only an
+eighth to the time of the computation."""
 _MAX_PAYING = 2.0
 """The prompts of a step may take up to this multiple of the allowed time, so that the fixed cost of
 having prompts in a step is not spent on only a few tokens. Measured: a long prompt raises the p99
@@ -62,10 +63,11 @@ _SHORT_STEPS = 16
 """Number of steps over which short prompts are spread beside many decodes. Chosen: fewer steps make
 longer gaps between tokens."""
 _WORTHWHILE_PART = 8
-"""Beside many decodes, a step may always compute tokens of short prompts, up to 1 / 8 of
-`SchedulerConfig.busy_step_tokens`. Measured at 32 streams, where 1 / 8 was 64 tokens, in comparison
-with two other limits. At 32 tokens, the streams' first tokens came later. At 128 tokens, the
-throughput was 1.02 times as high, and the p99 of the time between tokens 1.53 times as long."""
+"""Beside many decodes, a step may compute 1 / 8 of `SchedulerConfig.busy_step_tokens` for short
+prompts, even if it then takes longer than the pace allows. Measured at 32 streams, where 1 / 8 was
+64 tokens, in comparison with two other limits. At 32 tokens, the streams' first tokens came later.
+At 128 tokens, the throughput was 1.02 times as high, and the p99 of the time between tokens 1.53
+times as long."""
 _FIRST_SHARE = 3 / 8
 """Beside few decodes, a burst of short prompts is computed in two steps. After the first step, this
 share of all sequences, decodes included, has its first token. Measured at 8 streams, in
@@ -84,8 +86,8 @@ _MAX_JUMP = 2.0
 """An observation counts as at most this multiple of the average. Chosen, since other work on the
 machine can make a single step slow."""
 _MIN_SLOPE = 0.5
-"""Lower bound of the slope, the time that one more prompt token takes, as a share of the average
-time per prompt token. Chosen, since noise can make the measured slope too small."""
+"""The slope is the time that one more prompt token adds. It counts as at least this share of the
+average time per prompt token. Chosen, since noise can make the measured slope too small."""
 _MIN_ADDED_PART = 0.05
 """Lower bound of the time that prompts add to a step, as a share of the step's time. Chosen,
 because noise can make the measured time negative."""
@@ -109,7 +111,7 @@ because the machine is busy or a prompt is very long."""
 
 @dataclass(frozen=True, slots=True)
 class PromptQueue:
-    """The prompt tokens left to compute, and the number of decodes beside them."""
+    """The prompt tokens left to compute, and the number of sequences that decode."""
 
     num_decoding: int
     """Sequences expected to decode in the next step."""
@@ -122,12 +124,13 @@ class PromptQueue:
 
 
 def least_tokens(queue: PromptQueue, config: SchedulerConfig) -> int:
-    """Return how many prompt tokens a step may always have, however long they take.
+    """Return how many prompt tokens a step may have even if it takes longer than the pace allows.
 
     Beside many decodes, short prompts are spread over several steps: each step delays the decodes a
     little, and the first prompts get their first tokens before the last prompts are computed.
-    Beside few decodes, short prompts are computed in one step; a burst of short prompts, in which
-    they outnumber the decodes, is computed in two steps.
+    Beside few decodes, short prompts are computed in one step. They are computed in two steps if
+    they clearly outnumber the decodes, and if short prompts and decodes together are fewer than
+    `_MANY_DECODES`.
     """
     share = -(-queue.num_tokens // _LONG_STEPS)
     num_short = queue.num_short_tokens
@@ -167,7 +170,7 @@ class StepPacer:
         self._token_s = _Average()
         """Seconds that a prompt token adds to a step."""
         self._prompt_token_s = _Fastest()
-        """Seconds per token in steps with many prompt tokens."""
+        """Seconds per token, decodes included, in steps with many prompt tokens."""
         self._many = _Added()
         """Time that many prompt tokens add to a step."""
         self._few = _Added()

@@ -121,9 +121,9 @@ class RunningSet:
         """Free blocks that are before the windows of all later tokens.
 
         Prefilling sequences lose such blocks in every step, decoding sequences when they need new
-        blocks at `step`. With recurrent layers, sequences that have just begun to decode lose such
-        blocks, too: the blocks are large, and such a sequence may not need a new block for a long
-        time.
+        blocks at `step`. With recurrent layers, a sequence also loses such blocks when it has
+        begun to decode, because these blocks are large, and the sequence may not need a new block
+        for a long time.
 
         Steps in flight may still read the freed blocks. This does no harm, because only a later
         step writes to the blocks, and the worker runs steps and copies in order.
@@ -140,7 +140,7 @@ class RunningSet:
         self._pool.drop(self._groups.take_passed(tables, num_computed))
 
     def num_new_blocks(self, seq: Sequence, found: FoundKv) -> int:
-        """Return how many blocks `start` allocates, also to swap in `found.sources`."""
+        """Return how many blocks `start` allocates, including the targets of its swap-ins."""
         if found.places is None:
             return self._num_indices(seq) - len(found.ready) - len(found.loading)
         return len(found.sources) + len(self._places_ahead(seq, found))
@@ -230,7 +230,7 @@ class RunningSet:
         again.
 
         Args:
-            beam: A running beam that no step in flight names.
+            beam: A running beam that no step in flight computes.
             token_ids: The beam's tokens and one new token. If the new token begins a block, a block
                 for each KV group must be available.
         """
@@ -250,7 +250,10 @@ class RunningSet:
         insort(self._prefilling, beam, key=lambda other: other.order)
 
     def is_loaded(self, seq: Sequence) -> bool:
-        """Whether the step being planned may compute `seq`: all its swap-ins are in sent plans."""
+        """Whether the step being planned may compute `seq`.
+
+        It may not while a swap-in for `seq` still waits to be sent with a plan.
+        """
         return not any(map(self._tier.is_unsent, seq.loading_block_ids))
 
     def compute_chunk(self, seq: Sequence, builder: PlanBuilder) -> bool:
@@ -293,7 +296,8 @@ class RunningSet:
         """Give new blocks to the running sequences that need some in this step.
 
         A decoding sequence gets one block per KV group when its blocks are full. A prefilling
-        sequence gets blocks only in groups with a window; `start` has given it all others.
+        sequence gets blocks only in groups with a window, because `start` has given it all its
+        blocks in the other groups.
         """
         self._labels.begin_step()
         due = self._decodes.take_due(builder.step_id)
@@ -370,8 +374,9 @@ class RunningSet:
     def num_computed_tokens(self, seq: Sequence) -> int:
         """Return how many known tokens of a sequence will have KV when the sent steps have ended.
 
-        While it decodes, its last known token does not count, although a step in flight may be
-        computing it: a sequence that is stopped must compute this token again to get its logits.
+        While the sequence decodes, its last known token does not count, even if a step in flight is
+        computing this token. If the sequence is stopped, it must compute the token again to get the
+        token's logits.
         """
         if seq.status is SeqStatus.PREFILL:
             return seq.num_computed_tokens
@@ -381,8 +386,8 @@ class RunningSet:
     def stop(self, seq: Sequence, *, is_idle: bool = False) -> None:
         """Take a running sequence's row and device blocks from it; the caller changes its status.
 
-        If `is_idle`, no step in flight names the sequence, and its row and blocks are freed at
-        once.
+        `is_idle` says that no step in flight computes the sequence. Then its row and blocks are
+        freed at once; otherwise they are freed when the steps in flight have ended.
         """
         assert seq.row is not None
         del self._seqs[seq.seq_id]
@@ -424,8 +429,9 @@ class RunningSet:
     def last_checkpoint(self, seq: Sequence, num_computed: int) -> tuple[list[DeviceBlockId], int]:
         """Find the device blocks with which a sequence that was just stopped can continue.
 
-        They are full blocks: in a partial block, steps in flight may advance a recurrent state
-        beyond the sequence's known tokens.
+        Called only for models with recurrent layers. All returned blocks are full. A partial block
+        is of no use, because steps in flight may advance its recurrent state beyond the sequence's
+        known tokens, and the state cannot be rolled back.
 
         Args:
             seq: The sequence.
@@ -489,7 +495,7 @@ class RunningSet:
         return -(-len(seq.token_ids) // self._config.block_size)
 
     def _places_ahead(self, seq: Sequence, found: FoundKv) -> list[int]:
-        """Return the places where a starting sequence gets new blocks, besides `found.places`."""
+        """Return the places, other than `found.places`, where a starting sequence gets blocks."""
         return self._groups.ahead(found.num_indices, found.num_tokens, self._num_indices(seq))
 
     def _missing(self, seq: Sequence) -> list[int]:
@@ -513,7 +519,7 @@ class RunningSet:
     def _wait_for(self, seq: Sequence, blocks: tuple[DeviceBlockId, ...]) -> None:
         """Let a sequence wait for swap-ins to `blocks`.
 
-        If `blocks` is empty, drop the sequence's host blocks, which it does not need any more.
+        If `blocks` is empty, no swap-in reads the sequence's host blocks, so they are dropped.
         """
         if blocks:
             seq.loading_block_ids = blocks

@@ -33,8 +33,8 @@ class SeqStatus(Enum):
     """Belongs to a search, but is no beam now; it holds no blocks."""
     PREFILL = "prefill"
     """Running: has a row, and computes its known tokens chunk by chunk. It has blocks for all known
-    tokens. In a KV group with a window it has blocks only for the tokens that the window still sees
-    and for the next chunk."""
+    tokens, except in KV groups with a window: there it has blocks only for the tokens that the
+    window still sees and for the next chunk."""
     DECODE = "decode"
     """Running: every step adds a token, and any draft tokens that are accepted. A beam gains no
     token in this state: it waits until the search chooses the next beams."""
@@ -162,8 +162,8 @@ class Sequence:
     """Blocks of the table whose swap-in is not confirmed yet. While there are any, the sequence
     publishes no blocks."""
     last_step: StepId | None = None
-    """In DECODE: the step that samples the last token unless a stop token comes first. None: the
-    step depends on draft tokens."""
+    """In DECODE: the step that samples the last token unless a stop token comes first. None: which
+    step this is depends on how many draft tokens are accepted."""
     siblings: list["Sequence"] = field(default_factory=list)
     """Sequences of the same request that will fork from this one when the prompt is computed."""
     group: "BeamGroup | None" = None
@@ -199,9 +199,9 @@ class Sequence:
 
     @property
     def order(self) -> tuple[Key, Key, SeqId]:
-        """The sort key without `Policy.num_served`; the sequence with the smallest key goes first.
+        """The policy's sort key without `num_served`, the only part that may change.
 
-        A preemption does not change this key.
+        So this key never changes. The sequence with the smallest key goes first.
         """
         return (self.rank.level, self.rank.key, self.seq_id)
 

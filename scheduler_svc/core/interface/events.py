@@ -67,8 +67,8 @@ class Finished:
     error: str | None = None
     """The message, if the reason is ERROR."""
     token_ids: tuple[int, ...] = ()
-    """For a beam search, all tokens of the output: they were not reported before. Otherwise
-    empty."""
+    """For a beam search, all tokens of the output, because none of them was reported before.
+    Otherwise empty."""
     cumulative_logprob: float | None = None
     """The sum of the log-probabilities of `token_ids`."""
 
@@ -78,7 +78,7 @@ class StepEvents:
     """The events that the sources (routers) get after a step's result.
 
     `sources`, `seq_keys`, `token_ids` and `result_index` are parallel, one entry for each new
-    token. `result_index` is the index of the token in `Result.sampled_rows`.
+    token. `result_index` is the token's index in the result (`Result.sampled_token_ids`).
     """
 
     sources: npt.NDArray[np.int32]

@@ -32,7 +32,7 @@ NULL_BLOCK = DeviceBlockId(0)
 
 
 class KvGroups:
-    """Computes places of block tables from the windows of the KV groups."""
+    """Computes from the windows at which places of its block table a sequence holds blocks."""
 
     def __init__(self, config: SchedulerConfig) -> None:
         self.num = len(config.kv_windows)
@@ -79,7 +79,7 @@ class KvGroups:
         ]
 
     def ahead(self, first: int, num_computed: int, num_blocks: int) -> list[int]:
-        """Return where a starting sequence needs new blocks: places from block index `first` on.
+        """Return the places, from block index `first` on, where a starting sequence needs blocks.
 
         Args:
             first: How many block indices the reused prefix covers.
