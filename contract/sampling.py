@@ -110,7 +110,8 @@ class SamplingParams:
     allowed_token_ids: tuple[int, ...] = ()
     """The only tokens that may be drawn; empty: all."""
     logprobs: int | None = None
-    """How many of the likeliest tokens to report with each token; None: no log-probabilities."""
+    """For each output token, report its log-probability, and those of this many likeliest tokens.
+    None: report no log-probabilities."""
     prompt_logprobs: int | None = None
     structured: StructuredOutput | None = None
     adapter: LoraAdapter | None = None

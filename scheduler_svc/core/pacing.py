@@ -60,8 +60,8 @@ comparison with all prompts in one step: at 8 streams, spreading gave 0.87 of th
 streams, three measurements gave 0.96, 0.89 and 0.96 of the throughput, and 0.63 to 0.73 of the time
 to the first token."""
 _SHORT_STEPS = 16
-"""Number of steps over which short prompts are spread beside many decodes. Chosen: fewer steps make
-longer gaps between tokens."""
+"""Number of steps over which short prompts are spread beside many decodes. Chosen: with
+fewer steps, each step would take longer, so decodes would get their tokens at longer intervals."""
 _WORTHWHILE_PART = 8
 """Beside many decodes, a step may compute 1 / 8 of `SchedulerConfig.busy_step_tokens` for short
 prompts, even if it then takes longer than the pace allows. Measured at 32 streams, where 1 / 8 was
@@ -340,7 +340,7 @@ class _Means(NamedTuple):
 
 
 class _Added:
-    """Averages over steps of one kind: their prompt tokens, and the seconds that these add."""
+    """Averages over steps of one kind: number of prompt tokens, and seconds that they add."""
 
     def __init__(self) -> None:
         self._num_tokens = _Average()

@@ -318,7 +318,7 @@ class RunningSet:
                 seq.block_ids.append(block)
 
     def evict_ahead(self, step: StepId) -> None:
-        """Evict as many cached blocks as decoding sequences lack in the two steps after `step`.
+        """Evict cached blocks so that decodes find free blocks in the two steps after `step`.
 
         The evicted blocks are demoted to the host now, because a step that swaps blocks in cannot
         demote any. If such a step had to evict blocks, their content would be lost, and the prefix
@@ -448,7 +448,7 @@ class RunningSet:
         return [block for name in names for block in self._pool.find([name])], num_tokens
 
     def swap_out(self, seq: Sequence, blocks: list[DeviceBlockId], num_computed: int) -> None:
-        """Copy the KV of a sequence that was just stopped to the host, including partial blocks.
+        """Copy to the host the KV of a sequence that was just stopped, including partial blocks.
 
         Args:
             seq: The sequence.

@@ -17,7 +17,7 @@ class Started:
     source: SourceId
     seq_key: SeqKey
     num_computed_tokens: int
-    """Tokens whose KV the sequence does not have to compute."""
+    """Tokens whose KV the sequence reuses instead of computing it."""
     num_swapped_in_blocks: int
     """Host blocks that are copied to the device before the sequence computes."""
 
