@@ -53,7 +53,8 @@ class Limits:
     max_model_len: int
     """The limit on tokens of one row, prompt and output together."""
     max_num_batched_tokens: int
-    """The limit on tokens that one step computes; at least `max_num_seqs`."""
+    """The limit on tokens that one step computes; at least `max_num_seqs`, so that all rows can
+    decode in one step."""
     num_blocks: int
     block_size: int
     """Token slots of one block."""
@@ -64,13 +65,14 @@ class Limits:
     num_host_blocks: int = 0
     num_disk_blocks: int = 0
     adapters: Mapping[LoraAdapter, int] = field(default_factory=dict)
-    """Maps each loaded LoRA adapter to its number, at least 1, as in `NewSequence.adapter`."""
+    """Maps each loaded LoRA adapter to its number, as in `NewSequence.adapter`. Numbers begin at 1,
+    because 0 stands for no adapter."""
     num_saturating_tokens: int | None = None
-    """How many prompt tokens in one step saturate the device's arithmetic; None:
-    `max_num_batched_tokens`."""
+    """A step with this many prompt tokens, or more, keeps the device busy with arithmetic. None: a
+    step needs `max_num_batched_tokens` prompt tokens for that."""
     min_prompt_tokens: int = 0
-    """How many prompt tokens a step with decodes may have even if the step then takes long. A low
-    `--max-decode-slowdown` reduces this number."""
+    """How many prompt tokens a step with decodes may have even if they make the step longer than
+    the scheduler's settings allow. A low `--max-decode-slowdown` reduces this number."""
 
     @property
     def has_windows(self) -> bool:
@@ -82,12 +84,12 @@ class Limits:
 
     @property
     def max_blocks_per_row(self) -> int:
-        """Blocks that a row with `max_model_len` tokens has in each KV group."""
+        """Number of blocks that a row with `max_model_len` tokens has in each KV group."""
         return -(-self.max_model_len // self.block_size)
 
     @property
     def max_table_len(self) -> int:
-        """Entries of the block table of a row with `max_model_len` tokens."""
+        """Number of entries in the block table of a row with `max_model_len` tokens."""
         return self.max_blocks_per_row * len(self.kv_windows)
 
     @property

@@ -32,13 +32,13 @@ class FoundKv:
     sources: list[HostBlockId]
     """Host blocks to swap in."""
     num_tokens: int
-    """Number of tokens with KV in the blocks of `ready`, `loading` and `sources`; the last blocks
-    of `sources` may be partial."""
+    """Number of tokens with KV in the blocks of `ready`, `loading` and `sources`. In `sources`, the
+    last block of each KV group may be partial."""
     places: list[int] | None = None
     """The places of the blocks in the block table: first those of `ready`, then of `loading`, then
     of `sources`. None: the blocks are the first blocks of the table."""
     num_indices: int = 0
-    """If `places` is set, the length of the reused prefix in block indices."""
+    """If `places` is set, the number of block indices that the reused prefix covers."""
 
 
 class KvLookup:
@@ -146,7 +146,11 @@ class KvLookup:
         return seq.block_hashes[: num_tokens // self._block_size]
 
     def find_beyond(self, seq: Sequence, shared: list[DeviceBlockId]) -> FoundKv:
-        """Do as `find`, but reuse at least `shared`: another beam's blocks for the same tokens."""
+        """Look up the KV that a beam can reuse, if another beam has `shared` for the same tokens.
+
+        The result has KV for at least as many tokens as `shared`. With windows there is an
+        exception: if `shared` lacks a block that the beam needs, the result is that of `find`.
+        """
         found = self.find(seq)
         if not self._groups.is_plain:
             return self._beyond_places(found, shared)
@@ -164,7 +168,10 @@ class KvLookup:
         return FoundKv(blocks, [], [], num_indices * self._block_size, places, num_indices)
 
     def num_cached_tokens(self, request: Request) -> int:
-        """Return how many tokens of a prompt, except the last one, have KV in the prefix cache."""
+        """Return how many tokens of a prompt have KV in the prefix cache.
+
+        The last token is not counted, because it is computed even if the cache has its KV.
+        """
         if not (self._is_enabled and request.reads_prefix_cache):
             return 0
         hashes: list[BlockHash] = []
@@ -207,11 +214,11 @@ class Publisher:
     def publish_last(self, seqs: list[Sequence], rows: list[int]) -> None:
         """Publish the last block of each sequence in each KV group; these blocks are full.
 
-        Blocks of a group with a window are published when the sequence stops (`publish_windows`).
-        If such a block were published at once, it would serve only the few prefixes that end at
-        most one window after the block. Blocks of recurrent layers are published at once: sequences
-        can resume only from the state in a full block, and when a sequence stops, it usually holds
-        no full block of these layers any more.
+        Groups with a window are an exception: their blocks are published when the sequence stops
+        (`publish_windows`). A sequence can use such a block only if the prefix that it reuses ends
+        at most one window after the block, and few prefixes end there. But blocks of recurrent
+        layers are published here: when a sequence stops, it usually holds no full block of these
+        layers any more, and other sequences can resume only from the state in a full block.
 
         A block can be hashed only if all its tokens are known. In these blocks, the newest tokens
         were sampled two steps before the step being planned. While a step is planned, at most one
@@ -254,7 +261,11 @@ class Publisher:
         self._pool.publish(blocks, names)
 
     def publish_windows(self, seq: Sequence, num_computed_tokens: int) -> None:
-        """In groups with a window, publish the full blocks that the next tokens would read."""
+        """Publish the full blocks of groups with a window when a sequence stops.
+
+        Only the blocks that the sequence's next token would see are published, because a sequence
+        that continues from here needs no others.
+        """
         num_full, num_groups = num_computed_tokens // self._block_size, self._groups.num
         if len(seq.block_hashes) < num_full:  # there is no prefix cache, or its KV is wrong
             return

@@ -17,9 +17,10 @@ rank once, when the request arrives. *Unclaimed* rows are left from an earlier s
 has submitted the requests of their sequences again yet. The states of sequences are in
 `sequence.py`; the states of blocks are in `space/blocks.py`.
 
-`Scheduler` consists of parts, each with one duty. Callers may read from the parts and take their
-reports. Only the methods of `Scheduler` marked `core_input` affect what the core decides, so a
-recording of the calls of these methods is enough for a replay.
+`Scheduler` consists of parts, each with one duty. Callers may read values of the parts, and may
+call methods that only return reports, such as `Defragmenter.take_reports`. Only the methods of
+`Scheduler` marked `core_input` affect what the core decides, so a recording of the calls of these
+methods is enough for a replay.
 """
 
 from collections.abc import Collection, Iterable
@@ -220,7 +221,7 @@ class Scheduler:
         for it, if any.
 
         Raises:
-            RequestTooLongError: The request's sequences could never finish.
+            RequestTooLongError: A sequence of the request could not finish even if it ran alone.
             TooManySequencesError: The request has more sequences than an empty queue can hold.
             QueueFullError: Too many sequences wait; never raised for a resubmitted request.
         """
@@ -265,7 +266,7 @@ class Scheduler:
         check_deadline(request, now, rates, self.config, self.lookup.num_cached_tokens)
 
     def drain(self) -> tuple[Request, ...]:
-        """Return all live requests after the worker was lost, for another core to continue them.
+        """Return all live requests, so that another core continues them; the worker was lost.
 
         The `outputs` of each request are the tokens that the request's sequences have produced.
         This core must not be used afterwards.
@@ -296,23 +297,26 @@ class Scheduler:
         A step is planned in this order. (1) While running sequences lack blocks, or more sequences
         run than the worker's memory allows, the running sequence that is last in the policy's order
         is preempted. (2) Each decode takes one token of the budget, and tables without room for the
-        step's tokens get blocks. Beam searches that have chosen new beams begin their next step.
-        (3) Running prefills get chunks. (4) Unless (1) preempted a sequence, sequences are admitted
-        from the queue in the policy's order, as long as tokens, rows and blocks are left. (5) In
-        (3) and (4), a long prefill (`TokenBudget.is_long`) gets at most half of the tokens that are
-        left; if tokens are left after (4), it gets a second chunk. (6) Cached blocks that the next
-        steps would evict are evicted now, while they can be demoted (`RunningSet.evict_ahead`).
-        (7) The defragmenter adds its block copies, after all other copies are known.
+        step's tokens get blocks. If a beam search has chosen new beams, each of them computes its
+        newest token (`BeamGroups.advance`). (3) Running prefills get chunks. (4) Unless (1)
+        preempted a sequence, sequences are admitted from the queue in the policy's order, as long
+        as tokens, rows and blocks are left. (5) In (3) and (4), a long prefill
+        (`TokenBudget.is_long`) gets at most half of the tokens that are left; if tokens are left
+        after (4), it gets a second chunk. (6) Cached blocks that decodes would evict in the next
+        two steps are evicted and demoted now, because a step that swaps blocks in cannot demote any
+        (`RunningSet.evict_ahead`). (7) The defragmenter adds its block copies, after all other
+        copies are known.
 
         Args:
             now: The time, in the caller's seconds.
             max_paced_tokens: The limit on the step's prompt tokens if sequences decode in the
                 step, since prompts delay decodes; None: no limit.
-            max_prompt_tokens: The limit on the step's prompt tokens in any case; None: no limit.
+            max_prompt_tokens: The limit on the step's prompt tokens, whether sequences decode in
+                the step or not; None: no limit.
 
         Returns:
-            The plan, which must be executed. None if no step is needed, or if the result of a step
-            in flight must come first.
+            The plan, which must be executed. None if no step is needed, or if no step can be
+            planned before the result of a step in flight is applied.
         """
         if now >= self.takeover.expires_at:
             self.takeover.expire()
@@ -367,7 +371,7 @@ class Scheduler:
         return StepEvents(sources, seq_keys, token_ids, index, admitted, tuple(finished), pinned)
 
     def take_expired(self) -> tuple[Finished, ...]:
-        """Return the last events of sequences that `schedule` ended since the last call."""
+        """Return `Finished` for each sequence that `schedule` has ended since the previous call."""
         expired, self._expired = tuple(self._expired), []
         return expired
 
@@ -375,7 +379,7 @@ class Scheduler:
 
     @core_input
     def set_memory_level(self, level: MemoryLevel) -> None:
-        """Set the memory level of the worker, which limits the following steps."""
+        """Set the memory level of the worker, which limits how many sequences run from now on."""
         self.pressure.set_level(level, self._num_taken_rows)
 
     @core_input
@@ -402,7 +406,7 @@ class Scheduler:
 
     @core_input
     def end_export(self, export_id: ExportId, *, leaves: bool) -> tuple[int, ...]:
-        """Remove an exported request, or queue it here again; see `Moves.end_export`."""
+        """Remove an exported request if it `leaves`, else queue it here (`Moves.end_export`)."""
         return self.moves.end_export(export_id, leaves=leaves)
 
     @core_input
@@ -457,7 +461,7 @@ class Scheduler:
 
     @property
     def max_request_len(self) -> int:
-        """The length, in tokens, that any sequence can reach when it runs alone."""
+        """The greatest length, in tokens, of a sequence that has all usable blocks for itself."""
         return max_request_len(self.pool.num_usable, self.config)
 
     def owner(self, row: int) -> tuple[SourceId, SeqKey] | None:
@@ -600,9 +604,9 @@ class Scheduler:
     def _compute(self, seq: Sequence, builder: PlanBuilder) -> None:
         """Plan a chunk of a sequence's known tokens; after the last chunk, fork its siblings.
 
-        A sequence with swap-ins computes from the step after the one that swaps in its last block.
-        With windows, the sequence waits until results confirm its swap-ins, because before that
-        `RunningSet` gives the sequence no blocks for further chunks.
+        A sequence whose blocks are swapped in gets its first chunk in the step after the last of
+        these swap-ins. With windows, the sequence waits until results confirm its swap-ins, because
+        before that `RunningSet` gives the sequence no blocks for further chunks.
         """
         if seq.loading_block_ids and not (self.groups.is_plain and self.running.is_loaded(seq)):
             return

@@ -93,13 +93,16 @@ class Fleet:
         )
         """The LoRA adapters that the workers hold."""
         self.superseded_epochs: set[int] = set()
-        """The epochs of the schedulers that workers obeyed before this scheduler attached them. The
-        set may include this scheduler's own epoch, and 0, which stands for no scheduler."""
+        """The epochs of the schedulers that workers obeyed before this scheduler attached them. If
+        this scheduler has attached a worker again, the set has this scheduler's own epoch, too. If
+        a worker had obeyed no scheduler before, the set has 0."""
         self._served = RequiredModel(self.roster)
         self._attached = asyncio.Event()
         self._is_reunion = True
         self._awaited: set[Engine] = set()
-        """The engines whose workers were never attached; emptied `_REUNION_S` after the start."""
+        """The engines whose workers were never attached. Requests of an earlier scheduler wait for
+        these workers, because any of them may have the requests' KV. The set is emptied
+        `_REUNION_S` after the start."""
         self._draining_engines: asyncio.Queue[Engine] = asyncio.Queue()
         self._is_draining = False
         self._has_failed = False
@@ -109,7 +112,7 @@ class Fleet:
     async def model(self) -> ModelInfo:
         """Wait until a worker is attached; return the model that the workers serve.
 
-        The model's length limit is the smallest limit of an attached worker.
+        The model's `max_model_len` is the smallest of the attached workers' limits.
 
         Raises:
             UnavailableError: The scheduler ends before a worker is attached.
@@ -279,8 +282,8 @@ class Fleet:
     async def drain(self) -> None:
         """Plan no more steps, wait for the steps in flight, and end the routers' streams.
 
-        The routers submit their live requests to the next scheduler. This scheduler does not finish
-        them, because the next scheduler would have to wait until the longest request ends.
+        The routers submit their live requests to the next scheduler. If this scheduler finished
+        these requests, the next scheduler would have to wait until the longest one ends.
         """
         self._is_draining = True
         self._attached.set()  # end the calls that wait for a worker
@@ -300,7 +303,7 @@ class Fleet:
             self._place_late(command)
 
     async def next_draining(self) -> Engine:
-        """Wait for the next worker that announces its end, and return its engine."""
+        """Wait until a worker announces that it will end; return the worker's engine."""
         return await self._draining_engines.get()
 
     # --- for the engines (EngineOwner) ----------------------------------------------------------
@@ -308,7 +311,7 @@ class Fleet:
     def accept(self, engine: Engine, info: WorkerInfo) -> None:
         """Do as `EngineOwner.accept` says.
 
-        If the service switches to another model, end the requests for the old model.
+        If the service switches to the worker's model, end the requests for the old model.
         """
         if self._served.accept(engine, info):
             self._switch_model(f"the service now has another model, {info.model.id!r}")
@@ -355,7 +358,8 @@ class Fleet:
     def _place_late(self, command: SubmitRequest, chosen: Session | None = None) -> None:
         """Place a request that had to wait; if that fails, send its source a refusal.
 
-        If the request waited for a copy of its prefix, `chosen` is the worker that was to get it.
+        If the request waited for a copy of its prefix, `chosen` is the worker that was to get the
+        copy.
         """
         try:
             check_adapter(command.request, self.adapters.held)

@@ -46,7 +46,8 @@ class BeamParams:
     def num_kept(self) -> int:
         """How many continuations (beams with one more token) a step of the search considers.
 
-        At least `width` of these continuations do not end with an end token.
+        Of each beam's continuations, at most `len(end_token_ids)` end with an end token. So at
+        least `width` of the continuations considered do not.
         """
         return max(2, 1 + len(self.end_token_ids)) * self.width
 
@@ -94,7 +95,7 @@ class Request:
     outputs: tuple[OutputSoFar, ...] = ()
     """One entry per sequence of a resubmitted request. Empty for a new request. Also empty for a
     resubmitted request if none of its sequences had produced a token or ended. The entries of a
-    beam search have no tokens."""
+    beam search have no tokens, because its beams become outputs only when the search ends."""
 
     @property
     def is_background(self) -> bool:

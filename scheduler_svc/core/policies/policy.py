@@ -90,10 +90,10 @@ class Policy(ABC):
 def background(request: Request) -> Key:
     """Return a level that puts requests of the lowest priority after all others.
 
-    All requests of batches have the lowest priority. If a policy uses this level, a batch's
+    All requests from `/v1/batches` have the lowest priority. If a policy uses this level, these
     requests start after all others and are preempted first. The policy `priority` and its
-    combinations do not use this level: waiting raises the priority of a batch's request like that
-    of any other request.
+    combinations do not use this level: waiting raises the priority of these requests like that of
+    any other request.
     """
     return (float(request.is_background),)
 

@@ -11,9 +11,9 @@ then every sequence that finds the block shares it. A write to a block is planne
 block has one holder and no hash. If the write fills the block, the block may be published, and
 shared, as soon as the write is planned.
 
-Defragmentation empties the blocks from a number on, the *border*. Free blocks at or beyond the
-border are allocated last, lowest number first, so that this range stays empty. At first no block is
-beyond the border.
+Defragmentation empties all blocks whose number is the *border* or higher. Free blocks at or beyond
+the border are allocated last, lowest number first, so that this range stays empty. At first no
+block is beyond the border.
 
 A pool can be resized. Before it shrinks, the blocks from its new *end* on are taken out of use. As
 soon as such a block has no holder, it is *retired*: it loses its hash and is not allocated.
@@ -54,10 +54,11 @@ class PoolBooks(NamedTuple, Generic[BlockIdT]):
     cached: list[BlockIdT]
     """A copy of the list of cached blocks; under some eviction policies, in no particular order."""
     free: Sequence[BlockIdT]
-    """Free blocks below the border; the last one is allocated next."""
+    """Free blocks below `border`; the last block of the list is allocated next."""
     free_beyond: Sequence[BlockIdT]
-    """Free blocks at or beyond the border."""
+    """Free blocks at or beyond `border`."""
     border: int
+    """Defragmentation empties the blocks from this number on."""
 
 
 class BlockPool(Generic[BlockIdT]):
@@ -229,7 +230,7 @@ class BlockPool(Generic[BlockIdT]):
             self._hashes[block] = None
 
     def find(self, hashes: Iterable[BlockHash]) -> list[BlockIdT]:
-        """Return the blocks of the longest prefix of `hashes` in this pool; changes nothing."""
+        """Return the blocks of `hashes`, up to the first hash without a block; change nothing."""
         blocks = []
         for block_hash in hashes:
             block = self._hash_to_block.get(block_hash)
@@ -365,7 +366,10 @@ class BlockPool(Generic[BlockIdT]):
     # --- before the first use -------------------------------------------------------------------
 
     def find_in(self, table: dict[BlockHash, BlockIdT]) -> None:
-        """Map hashes to blocks in the empty `table`, so that its owner sees each change."""
+        """Keep the map from hash to block in `table`, so that the table's owner sees each change.
+
+        `table` must be empty.
+        """
         self._hash_to_block = table
 
     def restore(
