@@ -78,7 +78,7 @@ class Usage:
 
     @property
     def cache_write_tokens(self) -> int:
-        """Prompt tokens that were computed and pinned."""
+        """Pinned prompt tokens that the cache did not have, so that the request computed them."""
         return max(0, self.pinned_tokens - self.cached_tokens)
 
 

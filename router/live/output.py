@@ -16,8 +16,9 @@ MAX_EVENT_TOKENS: Final = 4096
 likeliest tokens at each position, such an event has 0.6 MB of protobuf; gRPC clients accept
 messages up to 4 MiB by default."""
 MAX_DELTA_CHARS: Final = 1 << 18
-"""Limit on characters of one delta, which keeps the delta within 1 MiB. The limit on tokens would
-allow more, because one token may be a hundred spaces."""
+"""Limit on characters of one delta, which keeps the delta's text within 1 MiB. `MAX_EVENT_TOKENS`
+does not limit the text: one token may be a hundred spaces, and the text of all unread tokens comes
+with the last of them (`LiveOutput.take`)."""
 
 
 class LiveOutput:
@@ -73,7 +74,7 @@ class LiveOutput:
         """
         self.index = index
         self.token_ids = array("i")
-        """int32: all tokens so far; they are sent again if the request is resubmitted."""
+        """int32: all tokens so far; if the request is submitted again, they are submitted, too."""
         self.finished: OutputFinished | None = None
         """The end of the output; once set, no token may be pushed."""
         self.first_token_at: float | None = None
@@ -104,7 +105,7 @@ class LiveOutput:
         self.num_skipped: int | None = None
         """How many tokens the reader had when it resumed the request; None: not resumed."""
         self.skipped: OutputDelta | None = None
-        """The part that `skip` has skipped, with the known log-probabilities."""
+        """Tokens, text and log-probabilities that `skip` has skipped; None: nothing."""
 
     @property
     def has_end_token(self) -> bool:
@@ -145,7 +146,7 @@ class LiveOutput:
         self.finished = finished
 
     def skip(self, received: OutputReceived, *, wants_logprobs: bool) -> None:
-        """Skip the part that the reader already has. Call this before the first `take`.
+        """Skip the tokens and text that the reader already has. Call this before the first `take`.
 
         Raises `InvalidArgumentError` if the reader claims more tokens than the output has, and
         `FailedPreconditionError` if the reader needs log-probabilities that were not kept.

@@ -86,7 +86,7 @@ class LinkOwner(Protocol):
 
 
 class SchedulerLink:
-    """Owns the stream to one scheduler and the table of its live requests.
+    """Owns the stream to one scheduler, and a table of the live requests that use the stream.
 
     `run` reads the stream and never waits for a client to read its events. `submit` and `cancel`
     put messages into the `SchedulerOutbox` and never wait.
@@ -99,11 +99,12 @@ class SchedulerLink:
         self.resume_grace_s = 0.0
         """How long the latest scheduler continues a resumable request whose client has left."""
         self.max_waiting: int | None = None
-        """Limit on sequences that wait at one of the scheduler's workers; None: unknown."""
+        """How many sequences may wait at each of the scheduler's workers; None: unknown."""
         self.status = f"waiting for the scheduler at {target}"
         """Why no scheduler is connected. The text has no meaning while a scheduler is connected."""
         self.is_starting = True
-        """Whether `status` is normal while the service starts; if not, `status` is a problem."""
+        """Whether `status` only says that the link waits for a scheduler or its model, as is normal
+        while the service starts. Otherwise `status` names a problem."""
         self.hang: str | None = None
         """Why the connected scheduler seems to hang; None: it does not."""
         self.epoch = 0
@@ -114,8 +115,8 @@ class SchedulerLink:
         """Since when the link has had no scheduler, on the event loop's clock; None: the link is
         connected."""
         self.table = LiveTable(of_model(config.model_name))
-        """The scheduler's live sequences; without a scheduler, the sequences wait for the next
-        scheduler."""
+        """The live sequences of this link's requests. While no scheduler is connected, they wait,
+        and the next scheduler gets them."""
         self.room: int | None = None
         """How many more sequences the scheduler's queues can take, as far as the router knows;
         None: no limit is known."""
@@ -175,7 +176,10 @@ class SchedulerLink:
             self._outbox.cancel(list(key_to_live))
 
     def leave(self, live: LiveRequest) -> None:
-        """Let a request continue at the scheduler until a client resumes it at any router."""
+        """Forget a request, but let it continue at the scheduler.
+
+        A client can resume the request at any router.
+        """
         self.table.discard(live)
         # A request that no scheduler has is lost.
         if self._outbox is not None and not self._outbox.drop(live):
@@ -206,7 +210,11 @@ class SchedulerLink:
         self._expire(f"the scheduler with epoch {epoch} has taken over its workers")
 
     def hurry(self) -> None:
-        """Try to connect now, and often for a while, because another scheduler was lost."""
+        """Try to connect now, and then often for a while.
+
+        Called when the scheduler of another link hangs or was lost, because the scheduler of this
+        link may be the standby that replaces it.
+        """
         self._backoff_s = _MIN_BACKOFF_S
         self._hurries_until = asyncio.get_running_loop().time() + _HURRY_S
         self._is_urgent.set()
@@ -214,7 +222,10 @@ class SchedulerLink:
     # --- the stream -----------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Connect to one scheduler after another until cancelled. Raises an error only by a bug."""
+        """Connect to a scheduler, and again each time the stream has ended, until cancelled.
+
+        Raises an error only if the code has a bug.
+        """
         try:
             await self._keep_stream()
         finally:
@@ -437,7 +448,11 @@ async def _read(call: Any) -> SchedulerMessage | None:
 
 
 async def _poll(stub: scheduler_pb2_grpc.SchedulerServiceStub, heartbeat: Heartbeat) -> None:
-    """Poll a scheduler that waits for its model, because it sends no heartbeats yet."""
+    """Call the scheduler again and again, and count each answer as a heartbeat.
+
+    This is needed at first, because a scheduler that waits for its model sends nothing on the
+    stream.
+    """
     while True:
         with contextlib.suppress(grpc.aio.AioRpcError):
             await stub.GetSchedulerLoad(

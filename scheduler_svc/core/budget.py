@@ -16,14 +16,14 @@ from scheduler_svc.core.sequence import Sequence
 _PRESSED_SHARES = {MemoryLevel.WARNING: 2, MemoryLevel.CRITICAL: 4}
 """While the worker's memory is short, prompts may take only 1 / 2 (at WARNING) or 1 / 4 (at
 CRITICAL) of the token budget, because computing prompts takes temporary memory. The shares are
-chosen, not measured. The share is smaller at CRITICAL, because at CRITICAL the number of running
-sequences must fall, while at WARNING it must not grow."""
+chosen, not measured. The share is smaller at CRITICAL, because at CRITICAL the use of memory must
+fall, while at WARNING it must not grow."""
 
 _BACKGROUND_SHARE = 8
-"""Requests of the lowest priority, such as those of a batch, get 1 / 8 of the prompt tokens of a
-step with decodes, while requests of a higher priority are live. All prompts together may make a
-step 1.4 times as long as its decodes alone (--max-decode-slowdown): they add 0.4 of the decodes'
-time. A batch's prompts add 1 / 8 of this 0.4, so with them alone a step is 1.05 times as long."""
+"""While requests of a higher priority are live, requests of the lowest priority, such as those from
+`/v1/batches`, get at most 1 / 8 of the prompt tokens of a step with decodes. So they hardly delay
+the decodes: all prompt tokens of a step may make it 1.4 times as long as its decodes alone
+(--max-decode-slowdown), but 1 / 8 of these tokens makes it only 1.05 times as long."""
 
 
 class TokenBudget:

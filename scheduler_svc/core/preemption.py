@@ -2,21 +2,22 @@
 
 When and which: `make_room` runs at the start of each step. While more sequences run than the
 worker's memory allows (`limits/memory_pressure.py`), or the running sequences need more blocks than
-are available, it preempts the sequence that is last in the policy's order. In two cases `make_room`
-drops pins before it preempts a sequence to gain blocks: if only one sequence runs, and if there is
-a host tier, which can take the content of the pinned blocks. Two kinds of sequences are preempted
-at other times: those that depend on a failed swap-in, and the running sequences of a request that
-moves to another core.
+are available, it preempts the sequence that is last in the policy's order. If blocks are short,
+there are two cases in which `make_room` drops pins before it preempts a sequence: if there is a
+host tier, because the content of the pinned blocks can move there, and if only one sequence runs,
+because its preemption would help no other running sequence. Two kinds of sequences are preempted at
+other times: a sequence whose blocks could not be swapped in, and the running sequences of a request
+that moves to another core.
 
 How: a *swap* copies the sequence's computed blocks to host blocks, which the sequence holds until
 it runs again; a *recompute* drops the blocks, and their tokens are computed again.
 `preemption_mode` names one of the two, or lets the estimated time decide (`tiers/costs.py`); a swap
 also needs room on the host (`tiers/host_room.py`). Beam searches and pooling requests are always
-recomputed. If the sequence's blocks are still being swapped in, the sequence keeps its host blocks
-and nothing is copied. With recurrent layers, a swap copies only up to the last full block with a
-recurrent state (a *checkpoint*); the tokens after the checkpoint are computed again. The tokens
-that steps in flight sample for the sequence are dropped, and drawn again later with the same
-result.
+recomputed. If a sequence is preempted while its blocks are still being swapped in, nothing is
+copied, because its KV is still on the host. With recurrent layers, a swap copies only up to the
+last full block with a recurrent state (a *checkpoint*); the tokens after the checkpoint are
+computed again. The tokens that steps in flight sample for the sequence are dropped, and drawn again
+later with the same result.
 """
 
 from collections.abc import Callable
@@ -60,8 +61,11 @@ class Preemption:
         self.num_recomputed_tokens = 0
         """Number of tokens whose KV a swap-out dropped, because they follow the last checkpoint."""
         self.observer: Callable[[Sequence, bool], Callable[[], None]] | None = None
-        """A function for replays, called before each preemption with the sequence and whether the
-        sequence may be swapped out. It returns a function to call after the preemption."""
+        """Only for replays, which report each preemption (`journal/replay.py`).
+
+        The observer is called before a preemption, with the arguments `seq` and `can_swap` of
+        `preempt`. It returns a function, which `preempt` calls after the preemption.
+        """
         self._groups = groups
         self._is_plain = groups.is_plain  # read in every step
         self._can_swap_for_memory = not config.host_is_device_memory
@@ -110,7 +114,10 @@ class Preemption:
 
     @property
     def has_too_many(self) -> bool:
-        """Whether more rows are in use or reserved for beams than the worker's memory allows."""
+        """Whether more rows are in use or reserved for beams than the worker's memory allows.
+
+        False while only one sequence, or only one beam search, runs: it may always run.
+        """
         most = self._pressure.max_running
         if most is None or len(self._running) + self._beams.num_spares <= most:
             return False

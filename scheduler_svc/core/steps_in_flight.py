@@ -55,7 +55,7 @@ class StepsInFlight:
     def hold(self, blocks: Sequence[DeviceBlockId], row: int | None = None) -> None:
         """Keep blocks and a row from being used again, until no step in flight can touch them.
 
-        The caller gives up one reference to each of `blocks`, and has abandoned `row`
+        The caller gives up one reference to each of `blocks`. `row` must no longer have an owner
         (`Rows.abandon`). If no step is in flight, the blocks and the row are released at once.
         """
         self._held.append((self.last, blocks, row))
