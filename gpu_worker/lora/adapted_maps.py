@@ -135,19 +135,12 @@ def _split_inputs(
     """Describe a map whose inputs are split between the ranks by `Weights.split_inputs`."""
     every = AdaptedModule(module, num_out, (range(num_out),))
     num_groups, size = inputs
-    return AdaptedMap(name, num_groups * size, _share(inputs, 0, place), (every,))
+    return AdaptedMap(name, num_groups * size, place.features(num_groups, size), (every,))
 
 
 def _describe(name: str, parts: Sequence[_Groups], place: Place) -> AdaptedModule:
     outputs, start = [], 0
-    for part in parts:
-        outputs.append(_share(part, start, place))
-        start += part[0] * part[1]
+    for num_groups, size in parts:
+        outputs.append(place.features(num_groups, size, start))
+        start += num_groups * size
     return AdaptedModule(name, start, tuple(outputs))
-
-
-def _share(groups: _Groups, start: int, place: Place) -> range:
-    """Return the numbers of this rank's features in `groups`, whose first feature is `start`."""
-    num_groups, size = groups
-    share = place.groups(num_groups)
-    return range(start + share.start * size, start + share.stop * size)

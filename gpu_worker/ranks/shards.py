@@ -106,6 +106,15 @@ class Place:
         start = count * self.tensor_rank // self.tensor_size
         return range(start, start + max(1, count // self.tensor_size))
 
+    def features(self, num_groups: int, size: int, start: int = 0) -> range:
+        """Return the inputs or outputs of a linear map that this rank has.
+
+        They are the features of `groups(num_groups)`. A group, such as a head, has `size` features,
+        and the first group begins at the feature `start`.
+        """
+        groups = self.groups(num_groups)
+        return range(start + groups.start * size, start + groups.stop * size)
+
     def vocabulary(self, vocab_size: int) -> range:
         """Return the token ids whose logits this rank computes; the last ranks may get fewer."""
         count = -(-vocab_size // self.tensor_size)

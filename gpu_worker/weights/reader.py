@@ -99,8 +99,7 @@ class Weights:
             size: See `split_outputs`.
             num_in: K.
         """
-        groups = self.place.groups(num_groups)
-        rows = slice(groups.start * size, groups.stop * size)
+        rows = _slice(self.place.features(num_groups, size))
         piece = Piece(f"{name}.weight", (num_groups * size, num_in), (rows,))
         if self.packed is not None and self.packed.has(name):
             return self.packed.dense(piece)
@@ -108,7 +107,7 @@ class Weights:
 
     def rows(self, name: str, rows: range, *shape: int) -> torch.Tensor:
         """Return some rows of a tensor; `shape` is the shape of the whole tensor."""
-        return self.part(Piece(name, shape, (slice(rows.start, rows.stop),)))
+        return self.part(Piece(name, shape, (_slice(rows),)))
 
     def part(self, piece: Piece, dtype: torch.dtype | None = None) -> torch.Tensor:
         """Return a part of a tensor, in the dtype of all weights unless `dtype` is given."""
@@ -142,8 +141,7 @@ class Weights:
         """
         shares = []
         for name, num_groups, size in parts:
-            groups = self.place.groups(num_groups)
-            rows = slice(groups.start * size, groups.stop * size)
+            rows = _slice(self.place.features(num_groups, size))
             shares.append((name, (num_groups * size, num_in), (rows,)))
         return self._linear(shares, bias=bias)
 
@@ -164,8 +162,7 @@ class Weights:
             return self._linear([(name, shape, ())], bias=bias)
         shares, start = [], 0
         for num_groups, size in parts:
-            groups = self.place.groups(num_groups)
-            rows = slice(start + groups.start * size, start + groups.stop * size)
+            rows = _slice(self.place.features(num_groups, size, start))
             shares.append((name, shape, (rows,)))
             start += num_groups * size
         return self._linear(shares, bias=bias)
@@ -186,8 +183,7 @@ class Weights:
             bias: Whether the map has a bias; one rank adds it.
         """
         name, num_out = part
-        groups = self.place.groups(num_groups)
-        columns = (slice(None), slice(groups.start * size, groups.stop * size))
+        columns = (slice(None), _slice(self.place.features(num_groups, size)))
         bias = bias and self.place.tensor_rank == 0
         return self._linear([(name, (num_out, num_groups * size), columns)], bias=bias)
 
@@ -300,6 +296,10 @@ class Weights:
         for part, of_part in zip(parts, torch.split(out, rows), strict=True):
             self._fill(part, of_part)
         return out
+
+
+def _slice(features: range) -> slice:
+    return slice(features.start, features.stop)
 
 
 def load_weights(
